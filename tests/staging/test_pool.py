@@ -22,6 +22,8 @@ from bucketpoint.staging import pool as pool_module
 from bucketpoint.staging.pool import Arena
 from staging.helpers import Beside, Upload, both_kinds, finished, memory_of, sync_and_async
 
+pytestmark = pytest.mark.contract
+
 KIB = 1 << 10
 
 
@@ -65,7 +67,7 @@ def test_reuses_the_memory_of_the_last_save_for_states_made_afresh(shared: bool,
     assert stager.staged_bytes == 0
 
 
-def test_uses_the_same_memory_for_other_tensors_of_the_same_size(made: list[int]) -> None:
+def test_uses_the_same_memory_for_other_tensors_of_the_same_size() -> None:
     stager = Stager()
     addresses = set()
     for state in ({"w": torch.ones(16, 16)}, {"x": torch.ones(256)}, {"a": torch.ones(128), "b": torch.zeros(128)}):
@@ -76,28 +78,22 @@ def test_uses_the_same_memory_for_other_tensors_of_the_same_size(made: list[int]
     assert len(addresses) == 1
 
 
-def test_gives_the_old_memory_of_a_changed_layout_back(made: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("saved", "expected", "held"),
+    [
+        pytest.param([64, 128, 32, 96], [64, 128, 32, 96], 96, id="layout that changes"),
+        pytest.param([64, 32] * 4, [64, 32, 64], 64 + 32, id="two that come back in turn"),
+        pytest.param([64, 32, 64, 32, 16, 16, 16, 16, 8], [64, 32, 64, 16, 8], 8, id="one that no longer comes"),
+    ],
+)
+def test_keeps_memory_of_sizes_that_come_back(
+    saved: list[int], expected: list[int], held: int, made: list[int]
+) -> None:
     stager = Stager()
-    for kib in (64, 128, 32, 96):
+    for kib in saved:
         finished(stager.stage(state_of(kib)))
-        assert stager.staged_bytes == kib * KIB
-    assert made == [kib * KIB for kib in (64, 128, 32, 96)]
-
-
-def test_keeps_both_sizes_that_come_back_in_turn_from_the_second_round_on(made: list[int]) -> None:
-    stager = Stager()
-    for _ in range(4):
-        for kib in (64, 32):
-            finished(stager.stage(state_of(kib)))
-    assert made == [kib * KIB for kib in (64, 32, 64)]
-    assert stager.staged_bytes == (64 + 32) * KIB
-
-
-def test_gives_a_size_back_that_no_longer_comes_when_another_does(made: list[int]) -> None:
-    stager = Stager()
-    for kib in (64, 32, 64, 32, 16, 16, 16, 16, 8):
-        finished(stager.stage(state_of(kib)))
-    assert stager.staged_bytes == 8 * KIB
+    assert made == [kib * KIB for kib in expected]
+    assert stager.staged_bytes == held * KIB
 
 
 def test_serves_plain_and_double_buffered_use_by_one_stager_in_the_needed_memory(made: list[int]) -> None:
@@ -177,15 +173,10 @@ def test_makes_by_prefault_what_the_next_saves_use(when_busy: Any, count: int, m
         stager.prefault(state_of(64))
     assert made == [64 * KIB] * count
     copies = [finished(stager.stage(state_of(64, step))) for step in range(count)]
+    # It touches no memory that a save reads.
+    stager.prefault(state_of(64))
     assert [copied["w"].unique().tolist() for copied in copies] == [[step] for step in range(count)]
     assert len(made) == count
-
-
-def test_touches_no_memory_that_a_save_reads_in_prefault() -> None:
-    stager = Stager()
-    copied = finished(stager.stage(state_of(64, 5)))
-    stager.prefault(state_of(64))
-    assert copied["w"].unique().tolist() == [5]
 
 
 def test_gives_nobody_memory_that_prefault_still_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +195,6 @@ def test_gives_nobody_memory_that_prefault_still_writes_to(monkeypatch: pytest.M
     assert saves.pop().outcome.result(60)["w"].unique().tolist() == [5]
 
 
-pytestmark = pytest.mark.contract
-
 SWITCHES = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
 COMBINATIONS = [dict(zip(SWITCHES, values, strict=True)) for values in itertools.product((False, True), repeat=4)]
 
@@ -214,21 +203,16 @@ def _name(switches: dict[str, bool]) -> str:
     return "+".join(name.removeprefix("use_") for name, on in switches.items() if on) or "none"
 
 
-@pytest.fixture
-def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-
-
-@pytest.mark.parametrize("make", [StagingOptions, TorchStagingOptions])
 @pytest.mark.parametrize("switches", COMBINATIONS, ids=_name)
 def test_stages_without_an_accelerator_in_every_combination(
-    switches: dict[str, bool], make: Any, no_accelerator: None, caplog: pytest.LogCaptureFixture
+    switches: dict[str, bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     weight = torch.arange(12.0).reshape(3, 4)
     state = {"w": weight, "column": weight[:, 1], "step": 3}
     with warnings.catch_warnings(), caplog.at_level(logging.DEBUG, logger="bucketpoint"):
         warnings.simplefilter("error")
-        stager = Stager(make(**switches))
+        stager = Stager(TorchStagingOptions(**switches))
         for step in range(3):
             weight.fill_(step)
             answer = stager.stage(state)
@@ -247,19 +231,13 @@ def test_stages_without_an_accelerator_in_every_combination(
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 
 
-def test_keeps_the_meaning_of_torchs_own_options() -> None:
+def test_takes_torchs_own_options_ours_and_none() -> None:
     for switches in COMBINATIONS:
         taken = as_staging_options(TorchStagingOptions(**switches))
         assert {name: getattr(taken, name) for name in SWITCHES} == switches
         assert taken == StagingOptions(**switches)
-
-
-def test_returns_the_copy_and_no_future_by_default() -> None:
     assert as_staging_options(None) == StagingOptions()
-    assert not isinstance(Stager().stage({"w": torch.ones(1)}), Future)
-
-
-def test_takes_ours_as_they_are() -> None:
+    assert not StagingOptions().use_async_staging
     options = StagingOptions(when_busy="error", max_bytes=1 << 20, unread_timeout_s=math.inf)
     assert as_staging_options(options) is options
 
