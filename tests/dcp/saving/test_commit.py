@@ -12,11 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint.dcp.session as session
-from bucketpoint import BucketpointError, BucketWriter, CheckpointExistsError, CommitConflictError, TransferOptions
+from bucketpoint import BucketWriter, CheckpointExistsError, CommitConflictError, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
 from kit import FaultProxy
+from kit.failures import failure_of
 from services import Service, in_parts
 from transfer.wrappers import CountingStore, FailingStore, wrap_stores
 
@@ -53,9 +54,27 @@ def loaded(service: Service, url: str) -> float:
     return values.pop()
 
 
-def error_of(caught: pytest.ExceptionInfo[BaseException]) -> BaseException:
-    assert isinstance(caught.value, dcp.CheckpointException)
-    return caught.value.failures[0][0]
+class Interfering(CountingStore):
+    """A store in which something happens before or after calls: each is told a call's name, key and options."""
+
+    def __init__(self, inner: Any, before: Callable[..., None] | None, after: Callable[..., None] | None) -> None:
+        super().__init__(inner)
+        self._before, self._after = before, after
+
+    def __getattr__(self, name: str) -> Any:
+        passed = super().__getattr__(name)
+        if not callable(passed):
+            return passed
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._before is not None:
+                self._before(name, args[0], kwargs)
+            done = passed(*args, **kwargs)
+            if self._after is not None:
+                self._after(name, args[0], kwargs)
+            return done
+
+        return call
 
 
 def test_takes_three_requests_besides_its_data_for_a_fresh_save(service: Service, proxy: FaultProxy) -> None:
@@ -88,16 +107,12 @@ def test_accepts_a_lost_answer_to_the_commit(service: Service, first: float | No
     if first is not None:
         save(service, url, first)
 
-    class Lossy(CountingStore):
-        """The store acts, the answer is lost, and the client's own retry is refused."""
+    def lose(name: str, key: Any, options: Any) -> None:
+        # The store acts, the answer is lost, and the client's own retry is refused.
+        if name == "put" and key.endswith(".metadata"):
+            raise PreconditionFailedError("412", key=key)
 
-        def put(self, key: str, body: Any, **kwargs: Any) -> Any:
-            info = self.inner.put(key, body, **kwargs)
-            if key.endswith(".metadata"):
-                raise PreconditionFailedError("412", key=key)
-            return info
-
-    wrap(Lossy)
+    wrap(lambda inner: Interfering(inner, None, lose))
     save(service, url, 2.0)
     assert loaded(service, url) == 2.0
 
@@ -105,35 +120,25 @@ def test_accepts_a_lost_answer_to_the_commit(service: Service, first: float | No
 def test_reports_a_commit_by_another_job_in_between_and_leaves_it(service: Service, wrap: Wrap) -> None:
     url = service.url("a")
     save(service, url, 1.0)
+    raced: list[str] = []
 
-    class Raced(CountingStore):
-        raced = False
-
-        def get(self, key: str, **kwargs: Any) -> Any:
-            found = self.inner.get(key, **kwargs)
-            if not Raced.raced:
-                Raced.raced = True
-                save_by_another_job()
-            return found
-
-    def save_by_another_job() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(session, "open_store", plain)
-            save(service, url, 3.0)
+    def save_by_another_job(name: str, key: Any, options: Any) -> None:
+        if name == "get" and not raced:
+            raced.append(key)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(session, "open_store", plain)
+                save(service, url, 3.0)
 
     plain = session.open_store
-    wrap(Raced)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        save(service, url, 2.0)
-    assert isinstance(error_of(caught), CommitConflictError)
+    wrap(lambda inner: Interfering(inner, None, save_by_another_job))
+    assert isinstance(failure_of(lambda: save(service, url, 2.0)), CommitConflictError)
     assert loaded(service, url) == 3.0
 
 
 def test_reports_overwrite_false_before_anything_is_uploaded(service: Service, wrap: Wrap) -> None:
     save(service, service.url("a"))
     stores = wrap(CountingStore)
-    with pytest.raises(dcp.CheckpointException):
-        save(service, service.url("a"), 2.0, overwrite=False)
+    failure_of(lambda: save(service, service.url("a"), 2.0, overwrite=False))
     assert dict(stores[0].calls) == {"get": 1}
     assert loaded(service, service.url("a")) == 1.0
 
@@ -146,9 +151,7 @@ def test_refuses_the_commit_itself_under_overwrite_false(service: Service, wrap:
         return ObjectNotFoundError("the other job has not committed yet")
 
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get" and n == 1, not_there_yet))
-    with pytest.raises(dcp.CheckpointException) as caught:
-        save(service, url, 2.0, overwrite=False)
-    assert isinstance(error_of(caught), CheckpointExistsError)
+    assert isinstance(failure_of(lambda: save(service, url, 2.0, overwrite=False)), CheckpointExistsError)
 
 
 @in_parts
@@ -161,9 +164,7 @@ def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
     stores = wrap(
         lambda inner: FailingStore(inner, lambda name, n: name == operation, lambda: TransientStoreError("gone"))
     )
-    with pytest.raises(dcp.CheckpointException) as caught:
-        save(service, url, 2.0)
-    assert isinstance(error_of(caught), BucketpointError)
+    failure_of(lambda: save(service, url, 2.0))
     store = stores[0].inner
     for key in stores[0].keys:
         assert not [upload for upload in store.list_multipart(key) if upload.key == key]
@@ -171,26 +172,21 @@ def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
     assert loaded(service, url) == 1.0
 
 
-def test_overwrites_without_the_right_to_delete(service: Service, wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+def test_overwrites_without_the_rights_to_delete_and_to_record(
+    service: Service, wrap: Wrap, caplog: pytest.LogCaptureFixture
+) -> None:
     url = service.url("a")
     save(service, url, 1.0)
-    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "delete", lambda: AccessDeniedError("no")))
+
+    def refuse(name: str, key: Any, options: Any) -> None:
+        if name == "delete" or (name == "put" and key.endswith(".json")):
+            raise AccessDeniedError("no")
+
+    wrap(lambda inner: Interfering(inner, refuse, None))
     save(service, url, 2.0)
     assert "was not deleted" in caplog.text
-    assert loaded(service, url) == 2.0
-
-
-def test_saves_without_a_record(service: Service, wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
-    class NoRecord(CountingStore):
-        def put(self, key: str, body: Any, **kwargs: Any) -> Any:
-            if key.endswith(".json"):
-                raise AccessDeniedError("no")
-            return self.inner.put(key, body, **kwargs)
-
-    wrap(NoRecord)
-    save(service, service.url("a"))
     assert "its catalog record was not written" in caplog.text
-    assert loaded(service, service.url("a")) == 1.0
+    assert loaded(service, url) == 2.0
 
 
 def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,22 +209,12 @@ def test_commits_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile(
     save(service, url, 1.0)
     deleted: list[str] = []
 
-    def delete(key: str) -> None:
-        deleted.append(key)
-        service.delete(key)
+    def prune(name: str, key: Any, options: Any) -> None:
+        if name == deleted_before and (name == "get" or options.get("if_match")) and not deleted:
+            deleted.append(key)
+            service.delete(key)
 
-    class Pruned(CountingStore):
-        def get(self, key: str, **kwargs: Any) -> Any:
-            if deleted_before == "get" and not deleted:
-                delete(key)
-            return self.inner.get(key, **kwargs)
-
-        def put(self, key: str, body: Any, **kwargs: Any) -> Any:
-            if deleted_before == "put" and kwargs.get("if_match") and not deleted:
-                delete(key)
-            return self.inner.put(key, body, **kwargs)
-
-    wrap(Pruned)
+    wrap(lambda inner: Interfering(inner, prune, None))
     save(service, url, 2.0)
     assert deleted == ["a/.metadata"]
     assert loaded(service, url) == 2.0
@@ -238,9 +224,7 @@ def test_replaces_no_checkpoint_that_may_not_be_read(service: Service, wrap: Wra
     url = service.url("a")
     save(service, url, 1.0)
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get", lambda: AccessDeniedError("no")))
-    with pytest.raises(dcp.CheckpointException) as caught:
-        save(service, url, 2.0)
-    assert isinstance(error_of(caught), AccessDeniedError)
+    assert isinstance(failure_of(lambda: save(service, url, 2.0)), AccessDeniedError)
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["answered at once", "sent again"])
@@ -249,15 +233,13 @@ def test_leaves_the_intent_of_a_commit_that_was_sent_again(tmp_path: Path, wrap:
     catalog = open_catalog(str(tmp_path))
     first: list[str] = []
 
-    class Unanswered(CountingStore):
-        def put(self, key: str, *args: Any, **kwargs: Any) -> Any:
-            if key.endswith(".metadata") and not first:
-                first.append(key)
-                if lost:
-                    raise TransientStoreError("the store did not answer")
-            return self.inner.put(key, *args, **kwargs)
+    def leave_unanswered(name: str, key: Any, options: Any) -> None:
+        if name == "put" and key.endswith(".metadata") and not first:
+            first.append(key)
+            if lost:
+                raise TransientStoreError("the store did not answer")
 
-    wrap(Unanswered)
+    wrap(lambda inner: Interfering(inner, leave_unanswered, None))
     writer = BucketWriter.of_run(catalog.url_of(1), SaveLog(catalog))
     dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
     assert len(catalog.snapshot().finished) == (1 if lost else 0)
