@@ -26,9 +26,9 @@ Told = tuple[str, str, int | None]
 """An error: its kind, what it says, and the rank that it names."""
 
 
-def state(rank: int, value: float, *, items: int = 3) -> dict[str, Any]:
+def state(rank: int, value: float) -> dict[str, Any]:
     """Of one value: what each rank has for itself, and what all have."""
-    own = {f"own_{rank}_{number}": torch.full((1000,), value) for number in range(items)}
+    own = {f"own_{rank}_{number}": torch.full((1000,), value) for number in range(3)}
     return {"model": {**own, "shared": torch.full((64, 8), value)}, "value": value}
 
 
@@ -94,11 +94,11 @@ def until_there(path: Path) -> None:
 # -- scenarios ---------------------------------------------------------------------------------------------------------
 
 
-def save_and_load(rank: int, world: int, url: str) -> tuple[set[float], str]:
-    metadata = bp.save(state(rank, 1.0), url)
+def save_and_load(rank: int, world: int, url: str) -> set[float]:
+    bp.save(state(rank, 1.0), url)
     target = state(rank, 0.0)
     bp.load(target, url)
-    return values(target), type(metadata).__name__
+    return values(target)
 
 
 def threads_after(rank: int, world: int, url: str, calls: int) -> tuple[int, int]:
@@ -131,16 +131,11 @@ def fail_at_each_item(rank: int, world: int, url: str) -> list[Told | None]:
     return answers
 
 
-def fail_beside_a_stalled_store(rank: int, world: int, url: str, options: dict[str, Any]) -> Told | None:
-    planner = At(0, on_fire if rank == 1 else None)
-    return told(
-        lambda: bp.save(state(rank, 2.0), url, planner=planner, deadline_s=2 * HANGS_S, storage_options=options)
-    )
-
-
-def call_by(rank: int, world: int, url: str, loads: bool, deadline_s: float, options: dict[str, Any]) -> Told | None:
-    by = bp.load if loads else bp.save
-    return told(lambda: by(state(rank, 2.0), url, deadline_s=deadline_s, storage_options=options))
+def attempt(rank: int, world: int, by: str, url: str, **options: Any) -> Told | None:
+    """The error of one call that all ranks make, of which rank 1's planner may fail."""
+    if options.pop("fails", False):
+        options["planner"] = At(0, on_fire if rank == 1 else None)
+    return told(lambda: getattr(bp, by)(state(rank, 2.0), url, **options))
 
 
 def call(rank: int, url: str, loads: bool, action: Callable[[], None] | None, deadline_s: float) -> Told | None:
@@ -153,7 +148,7 @@ def call(rank: int, url: str, loads: bool, action: Callable[[], None] | None, de
 def stall_until_the_others_raised(rank: int, world: int, url: str, folder: str, loads: bool) -> Told | None:
     """Rank 1 stands still in the middle of its items; it goes on once rank 0 has raised."""
     raised = Path(folder, "raised")
-    error = call(rank, url, loads, (lambda: until_there(raised)) if rank == 1 else None, 8)
+    error = call(rank, url, loads, (lambda: until_there(raised)) if rank == 1 else None, 5)
     if rank == 0:
         raised.touch()
     return error
@@ -194,14 +189,6 @@ def plant_in_the_store(rank: int, world: int, url: str, data: bytes) -> Told | N
         time.sleep(2.5)
 
     return told(lambda: bp.save(state(rank, 2.0), url, planner=At(0, plant if rank == 1 else None)))
-
-
-def overwrite_not(rank: int, world: int, url: str) -> Told | None:
-    return told(lambda: bp.save(state(rank, 2.0), url, overwrite=False))
-
-
-def load_nothing(rank: int, world: int, url: str) -> Told | None:
-    return told(lambda: bp.load(state(rank, 0.0), f"{url}-nothing-here"))
 
 
 def save_in_two_groups(rank: int, world: int, url: str) -> set[float]:
