@@ -96,13 +96,15 @@ def error_of(begun: Any) -> BaseException | None:
 
 
 class SlowFileSystem(LocalFileSystem):
-    """Takes `delay_s` for every object."""
+    """Takes `delay_s` for every object. Leaves the niceness of the thread that writes first, which writes data."""
 
-    def __init__(self, delay_s: float = 0.0, **kwargs: Any) -> None:
+    def __init__(self, delay_s: float = 0.0, mark: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.delay_s = delay_s
+        self.delay_s, self.mark = delay_s, mark
 
     def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.mark is not None and not Path(self.mark).exists():
+            Path(self.mark).write_text(str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         time.sleep(self.delay_s)
         return super().pipe_file(path, value, *args, **kwargs)
 
@@ -121,31 +123,6 @@ class GatedFileSystem(LocalFileSystem):
         self.arrived.set()
         if not self.gate.wait(WAIT_S):
             raise TimeoutError("nobody opened the gate")
-        return super().pipe_file(path, value, *args, **kwargs)
-
-
-class StuckFileSystem(LocalFileSystem):
-    """Leaves a mark and never comes back."""
-
-    def __init__(self, mark: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.mark = mark
-
-    def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        Path(self.mark).touch()
-        time.sleep(10 * WAIT_S)
-
-
-class NiceFileSystem(LocalFileSystem):
-    """Leaves behind the niceness of the thread that writes first, which writes data."""
-
-    def __init__(self, mark: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.mark = mark
-
-    def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if not Path(self.mark).exists():
-            Path(self.mark).write_text(str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         return super().pipe_file(path, value, *args, **kwargs)
 
 
@@ -343,7 +320,7 @@ def uploads_by_a_checkpoint_process(rank: int, world: int, root: str) -> tuple[l
     """The trainer's helper after each of two saves, and the niceness of the threads that upload."""
     mark, found = Path(root, "niceness"), []
     transfer = TransferOptions(background="process")
-    with contextlib.closing(BucketWriter(fs=NiceFileSystem(str(mark)), transfer=transfer)) as writer:
+    with contextlib.closing(BucketWriter(fs=SlowFileSystem(mark=str(mark)), transfer=transfer)) as writer:
         for step in range(2):
             wait(begin(Training().run(step), f"{root}/alone-{step}", writer, async_checkpointer_type=PROCESS))
             found.append(writer.uploads.process_id)
@@ -378,7 +355,7 @@ def a_killed_checkpoint_process_is_named(rank: int, world: int, root: str) -> No
     handle = begin(
         training.run(2),
         f"{root}/killed",
-        BucketWriter(fs=StuckFileSystem(str(mark))),
+        BucketWriter(fs=SlowFileSystem(10 * WAIT_S, str(mark))),
         async_checkpointer_type=PROCESS,
         by=bucketpoint.async_save,
     )

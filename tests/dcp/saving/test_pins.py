@@ -12,38 +12,27 @@ from bucketpoint import TransferOptions
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores.gcs import GCSStore
 from bucketpoint.stores.s3 import S3Store
+from dcp.states import assert_loads
 from dcp.test_compat import SlicePlanner
+from kit.failures import failure_of
 from services import Service
 
 pytestmark = pytest.mark.contract
 
-SHAPE = (600, 1000)
-FULL = torch.arange(600_000.0).reshape(SHAPE)
+FULL = torch.arange(600_000.0).reshape(600, 1000)
+STATE = {"w": FULL, "b": torch.ones(7), "step": 5}
 
 
 @pytest.fixture
 def saved(service: Service) -> str:
     """The URL of a checkpoint."""
     url = service.url("run/step-1")
-    state = {"w": FULL, "b": torch.ones(7), "step": 5}
-    dcp.save(state, storage_writer=service.writer(url), no_dist=True)
+    dcp.save(STATE, storage_writer=service.writer(url), no_dist=True)
     return url
 
 
 def data_keys(service: Service) -> list[str]:
     return [key for key in service.listed() if key.endswith(".distcp")]
-
-
-def load(service: Service, url: str, **options: Any) -> dict[str, Any]:
-    target = {"w": torch.zeros(SHAPE), "b": torch.zeros(7, dtype=torch.float64), "step": 0}
-    dcp.load(target, storage_reader=service.reader(url, **options), no_dist=True)
-    return target
-
-
-def assert_loaded(target: dict[str, Any]) -> None:
-    assert torch.equal(target["w"], FULL)
-    assert torch.equal(target["b"], torch.ones(7, dtype=torch.float64))
-    assert target["step"] == 5
 
 
 @pytest.fixture
@@ -65,7 +54,7 @@ def test_asks_every_range_of_the_object_that_was_committed(
     service: Service, saved: str, pins: list[tuple[str, str | None]]
 ) -> None:
     options = TransferOptions(part_bytes=256 << 10)
-    assert_loaded(load(service, saved, transfer=options))
+    assert_loads(STATE, service.reader(saved, transfer=options))
     # A box, for which the checksums of blocks are read too.
     target = {"w": torch.zeros(10, 20)}
     planner = SlicePlanner((300, 500), (10, 20))
@@ -92,9 +81,8 @@ def test_raises_for_an_object_that_is_replaced_between_two_ranges(
         return counting(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, "open_range", replacing)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        load(service, saved, transfer=TransferOptions(part_bytes=256 << 10, connections=1))
-    error = caught.value.failures[0][0]
+    reader = service.reader(saved, transfer=TransferOptions(part_bytes=256 << 10, connections=1))
+    error = failure_of(lambda: assert_loads(STATE, reader))
     assert isinstance(error, CorruptDataError)
     assert "replaced" in str(error)
 
@@ -105,5 +93,5 @@ def test_accepts_a_checkpoint_that_was_replicated_byte_by_byte(
     other = Service.on(service.server)
     for key in service.listed():
         other.write(key, service.read(key))
-    assert_loaded(load(service, other.url("run/step-1")))
+    assert_loads(STATE, service.reader(other.url("run/step-1")))
     assert {etag for _, etag in pins} == {None}
