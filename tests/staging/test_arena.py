@@ -181,17 +181,15 @@ def test_warns_once_of_a_driver_that_refuses_and_asks_it_no_more(
     assert not driver.named("unregister")
 
 
-def test_asks_no_driver_without_pinning(driver: Driver, from_cuda: None) -> None:
+def test_asks_no_driver_without_pinning_or_for_a_state_of_the_processors(
+    driver: Driver, request: pytest.FixtureRequest
+) -> None:
+    finished(Stager().stage({"w": torch.ones(100)}))
+    request.getfixturevalue("from_cuda")
     stager = Stager(StagingOptions(use_pinned_memory=False))
     stager.prefault({"w": torch.ones(100)})
     finished(stager.stage({"w": torch.ones(100)}))
     stager.close()
-    assert not driver.calls
-
-
-def test_pins_no_state_of_the_processors(driver: Driver) -> None:
-    with Stager() as stager:
-        finished(stager.stage({"w": torch.ones(100)}))
     assert not driver.calls
 
 

@@ -118,25 +118,6 @@ def test_pins_staging_memory_that_stays_where_it_is(beside: bool, shared: bool) 
         assert len(addresses) == 1
 
 
-@both_kinds
-def test_pins_prefaulted_memory_before_the_first_save(shared: bool) -> None:
-    with Stager(StagingOptions(use_shared_memory=shared)) as stager:
-        state = {"w": weights(5)}
-        stager.prefault(state)
-        copied = finished(stager.stage(state))
-        assert copied["w"].is_pinned()
-        assert copied["w"].unique().tolist() == [5]
-        del copied
-
-
-def test_pins_nothing_without_pinning() -> None:
-    with Stager(StagingOptions(use_pinned_memory=False)) as stager:
-        copied = finished(stager.stage({"w": weights(3)}))
-        assert not copied["w"].is_pinned()
-        assert copied["w"].unique().tolist() == [3]
-        del copied
-
-
 def test_pins_memory_again_after_close() -> None:
     """A registration that is left behind makes the next one at its address fail."""
     for _ in range(5):

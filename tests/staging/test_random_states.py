@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +54,8 @@ class View:
         return range(min(elements) * size, (max(elements) + 1) * size)
 
     def unrepeated_nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for size, step in zip(self.shape, self.stride, strict=True):
-            count *= size if step else 1
-        return count
+        unrepeated = (size for size, step in zip(self.shape, self.stride, strict=True) if step)
+        return self.dtype.itemsize * math.prod(unrepeated)
 
 
 @st.composite
@@ -78,20 +77,13 @@ def views(draw: st.DrawFn, buffers: int) -> View:
     if draw(st.booleans()):
         # Most tensors of a state are of this kind: a run of elements, in one order of the dimensions or another.
         shape = [size for size in shape if size][:2]
-        while shape and offset + _product(shape) > room:
+        while shape and offset + math.prod(shape) > room:
             shape.pop()
-        stride = [_product(shape[place + 1 :]) for place in range(len(shape))]
+        stride = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
         if draw(st.booleans()):
             shape.reverse()
             stride.reverse()
     return View(draw(st.integers(0, buffers - 1)), dtype, offset, tuple(shape), tuple(stride))
-
-
-def _product(sizes: list[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 @dataclass(frozen=True)

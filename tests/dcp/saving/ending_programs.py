@@ -31,6 +31,7 @@ from bucketpoint import BucketWriter, CheckpointManager, RetentionPolicy, Stagin
 from bucketpoint.retention.policy import Keep, Save
 from bucketpoint.stores.local import LocalStore
 from faults.checkpoint_process import fork_beforehand
+from kit.programs import TESTS
 
 HANGS_S = 60
 """Longer than any of these programs takes on a busy machine; their stacks are in the output then."""
@@ -65,13 +66,11 @@ class Programs:
     """Starts programs, one after another or some ranks at once."""
 
     def __init__(self) -> None:
-        here = Path(__file__).resolve()
-        paths = [str(here.parents[2]), os.environ.get("PYTHONPATH", "")]
         self._server = subprocess.Popen(
-            [sys.executable, "-c", _WITH_CTRL_C, "-W", "ignore", str(here)],
+            [sys.executable, "-c", _WITH_CTRL_C, "-W", "ignore", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
             text=True,
         )
 
@@ -186,8 +185,8 @@ def _slow_store(fails: bool, *, hold_s: float) -> None:
 
 
 def _end(how: str) -> None:
-    if how in ("exit-0", "exit-3"):
-        sys.exit(int(how[-1]))
+    if how == "exit-3":
+        sys.exit(3)
     if how == "raises":
         raise ValueError("the training failed")
     if how == "sigterm":

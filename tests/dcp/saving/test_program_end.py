@@ -62,12 +62,6 @@ def test_commits_a_save_that_has_begun_however_the_program_ends(
 
 
 @pytest.mark.parametrize("end", ["falls", "raises"])
-def test_commits_with_asynchronous_staging_as_the_program_ends(programs: Programs, tmp_path: Path, end: str) -> None:
-    (ended,), found = run(programs, tmp_path, "async_save", f"--end={end}", "--async-staging")
-    assert (ended.status, found) == (int(end == "raises"), NEW), ended.output
-
-
-@pytest.mark.parametrize("end", ["falls", "raises"])
 def test_commits_with_a_checkpoint_process_where_threads_can_be_started(
     programs: Programs, tmp_path: Path, end: str
 ) -> None:
@@ -78,15 +72,22 @@ def test_commits_with_a_checkpoint_process_where_threads_can_be_started(
         assert (ended.status, found) == (int(end == "raises"), NEW), ended.output
 
 
-def test_commits_with_two_ranks_as_the_program_ends(programs: Programs, tmp_path: Path) -> None:
-    ended, found = run(programs, tmp_path, "async_save", "--end=falls", ranks=2)
-    assert ([one.status for one in ended], found) == ([0, 0], NEW), [one.output for one in ended]
-
-
-@pytest.mark.parametrize("end", ["close", "sigterm-noted"])
-def test_commits_before_a_manager_is_closed(programs: Programs, tmp_path: Path, end: str) -> None:
-    (ended,), found = run(programs, tmp_path, "manager", f"--end={end}")
-    assert (ended.status, found) == (0, NEW), ended.output
+@pytest.mark.parametrize(
+    ("saver", "arguments", "ranks", "status"),
+    [
+        pytest.param("async_save", ["--end=falls", "--async-staging"], 1, 0, id="asynchronous staging"),
+        pytest.param("async_save", ["--end=raises", "--async-staging"], 1, 1, id="asynchronous staging, an error"),
+        pytest.param("async_save", ["--end=falls"], 2, 0, id="two ranks"),
+        pytest.param("manager", ["--end=close"], 1, 0, id="a manager that is closed"),
+        pytest.param("manager", ["--end=sigterm-noted"], 1, 0, id="a manager after SIGTERM"),
+        pytest.param("manager", ["--end=ctrl-c-at-the-end"], 1, 0, id="a manager that waits on after Ctrl-C"),
+    ],
+)
+def test_commits_before_the_end_of_a_program_of_another_kind(
+    programs: Programs, tmp_path: Path, saver: str, arguments: list[str], ranks: int, status: int
+) -> None:
+    ended, found = run(programs, tmp_path, saver, *arguments, ranks=ranks)
+    assert ([one.status for one in ended], found) == ([status] * ranks, NEW), [one.output for one in ended]
 
 
 @pytest.mark.parametrize("saver", ["dcp", "async_save", "manager"])
@@ -116,8 +117,3 @@ def test_gives_up_the_last_save_by_ctrl_c_and_says_so(programs: Programs, tmp_pa
     (ended,), found = run(programs, tmp_path, "async_save", "--end=ctrl-c-at-the-end")
     # Torch's own threads may abort the process.
     assert ended.status != 0 or found == NEW, ended.output
-
-
-def test_waits_on_in_a_manager_after_a_first_ctrl_c(programs: Programs, tmp_path: Path) -> None:
-    (ended,), found = run(programs, tmp_path, "manager", "--end=ctrl-c-at-the-end")
-    assert (ended.status, found) == (0, NEW), ended.output
