@@ -376,32 +376,22 @@ def test_stages_on_two_threads_without_waits_for_each_others_turn() -> None:
 # -- what is left behind ----------------------------------------------------------------------------------------------
 
 
-@sync_and_async
-def test_limits_the_number_of_leases(beside: bool) -> None:
-    stager = Stager(StagingOptions(when_busy="double_buffer", use_async_staging=beside))
-    held = finished(stager.stage(state(0)))
+@pytest.mark.parametrize("saved", [False, True], ids=["dropped", "saved"])
+def test_limits_the_number_of_leases(saved: bool) -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer"))
+    held = None if saved else finished(stager.stage(state(0)))
     leases: list[weakref.ref[Lease]] = []
     for step in range(100):
         staged = finished(stager.stage(state(step)))
         leases.append(weakref.ref(staged.lease))
+        upload = Upload(staged) if saved else None
         del staged
-    gc.collect()
-    assert sum(lease() is not None for lease in leases) <= 2
-    assert values(held) == {0}
-
-
-def test_limits_the_number_of_saved_leases() -> None:
-    stager = Stager()
-    leases: list[weakref.ref[Lease]] = []
-    for step in range(100):
-        staged = finished(stager.stage(state(step)))
-        leases.append(weakref.ref(staged.lease))
-        upload = Upload(staged)
-        del staged
-        upload.finish()
+        if upload is not None:
+            upload.finish()
     del upload
     gc.collect()
     assert sum(lease() is not None for lease in leases) <= 2
+    assert held is None or values(held) == {0}
 
 
 # -- copies and other processes ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -162,31 +161,6 @@ class LatePlanner(DefaultSavePlanner):
         return super().create_local_plan()
 
 
-class MappingPlanner(DefaultSavePlanner):
-    """Notes which mappings the tensors lie in, in whatever process the save runs."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        found = {name: mapping_of(tensor) for name, tensor in state_dict["model"].items()}
-        Path(self.path).write_text(json.dumps({"pid": os.getpid(), "mappings": found}))
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
-
-def mapping_of(tensor: torch.Tensor) -> list[Any]:
-    """The file that a tensor's memory is mapped from, by device and inode, and its place in that file."""
-    address = tensor.data_ptr()
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, _, offset, device, inode, *_ = line.split()
-            start, end = (int(part, 16) for part in span.split("-"))
-            if start <= address < end:
-                return [device, int(inode), int(offset, 16) + address - start]
-    raise AssertionError("the tensor has no memory")
-
-
 # -- ways to save -----------------------------------------------------------------------------------------------------
 
 WAYS = (
@@ -270,30 +244,6 @@ def handles_of_a_checkpoint_process(rank: int, world: int, root: str) -> None:
         assert_one_shape(way, f"{root}/way-{number}", PROCESS)
     for where in ("plan", "upload"):
         assert_errors_of_ours("our writer", f"{root}/{where}", PROCESS, where)
-
-
-def shared_memory_crosses_without_a_copy(rank: int, world: int, root: str) -> list[Any]:
-    """What three saves in a row found in the checkpoint process, and what was staged for them here."""
-    found = []
-    with Stager() as stager:
-        staged = _watch(stager)
-        for step in range(3):
-            note = f"{root}/mapped-{step}.json"
-            begun = begin(
-                Training().run(step),
-                f"{root}/mapped-{step}",
-                async_stager=stager,
-                planner=MappingPlanner(note),
-                async_checkpointer_type=PROCESS,
-            )
-            here = {name: mapping_of(tensor) for name, tensor in staged.pop()["model"].items()}
-            wait(begun)
-            there = json.loads(Path(note).read_text())
-            assert there["pid"] != os.getpid()
-            assert there["mappings"].keys() == here.keys()
-            found.append((here, there["mappings"]))
-            assert_holds(f"{root}/mapped-{step}", step)
-    return found
 
 
 def dtensors_cross_too(rank: int, world: int, root: str) -> None:
@@ -387,19 +337,6 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def _watch(stager: Stager) -> list[Any]:
-    """The list to which every staged state is added."""
-    staged: list[Any] = []
-    stage = stager.stage
-
-    def noted(state_dict: Any) -> Any:
-        staged.append(stage(state_dict))
-        return staged[-1]
-
-    stager.stage = noted  # type: ignore[method-assign]
-    return staged
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------
