@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorBase, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.remote_device import _remote_device
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from typing_extensions import Self
 
 from bucketpoint.errors import StagingError
@@ -285,7 +285,8 @@ def test_keeps_mesh_and_placements_of_a_distributed_tensor(one_rank: None, place
     mesh = init_device_mesh("cpu", (1,))
     values = torch.arange(6.0).reshape(2, 3)
     tensor = DTensor.from_local(values.clone(), mesh, [placement], run_check=False)
-    copied = staged_copy({"w": tensor, "local": tensor.to_local()})
+    parameter = torch.nn.Parameter(DTensor.from_local(values.clone(), mesh, [placement], run_check=False))
+    copied = staged_copy({"w": tensor, "local": tensor.to_local(), "p": parameter, "tied": parameter})
     tensor.to_local().fill_(-1)
     assert isinstance(copied["w"], DTensor)
     assert copied["w"].placements == tensor.placements
@@ -294,15 +295,9 @@ def test_keeps_mesh_and_placements_of_a_distributed_tensor(one_rank: None, place
     assert torch.equal(copied["w"].to_local(), values)
     copied["local"].fill_(7)
     assert bool((copied["w"].to_local() == 7).all())
-
-
-def test_stages_a_distributed_parameter_with_its_gradient_flag(one_rank: None) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
-    copied = staged_copy({"w": parameter, "tied": parameter})
-    assert isinstance(copied["w"], DTensor)
-    assert copied["w"] is copied["tied"]
-    assert copied["w"].requires_grad
+    assert isinstance(copied["p"], DTensor)
+    assert copied["p"] is copied["tied"]
+    assert copied["p"].requires_grad
 
 
 def _sharded(values: torch.Tensor) -> ShardedTensor:

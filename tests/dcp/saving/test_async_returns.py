@@ -23,13 +23,13 @@ import bucketpoint
 from bucketpoint import BucketWriter, Stager, StagingOptions, TransferOptions
 from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.staging import stager as stager_module
-from bucketpoint.stores.local import LocalStore
 from dcp.saving.async_scenarios import (
     BESIDE,
     WAIT_S,
     WAYS,
     FailingPlanner,
     GatedFileSystem,
+    SlowFileSystem,
     Training,
     assert_errors_of_ours,
     assert_holds,
@@ -254,8 +254,9 @@ def test_refuses_a_save_that_would_overlap_by_policy(root: str, gated: GatedFile
     writer = BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))
     first = begin_alone(Training().run(1), f"{root}/first", writer, by=save)
     assert gated.arrived.wait(WAIT_S)
+    said = rf"the save of {root}/first, staged \d+\.\d s ago, has not ended"
     for other in (writer, BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))):
-        with pytest.raises(StagingOverlapError, match=rf"the save of {root}/first, staged \d+\.\d s ago, has") as caught:
+        with pytest.raises(StagingOverlapError, match=said) as caught:
             begin_alone(Training().run(2), f"{root}/second", other, by=save)
         assert not caught.value.remedy.startswith("None")
         assert not other._own_stager().staged_bytes or other is writer
@@ -313,22 +314,10 @@ def test_saves_by_a_closed_writer_that_has_no_memory(root: str, gated: GatedFile
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
 @pytest.mark.parametrize("nice", [None, 7])
 def test_lowers_the_priority_of_threads_beside_training_only_if_told_to(root: str, nice: int | None) -> None:
-    niceness: list[int] = []
-    real = LocalStore.put
-
-    def put(self: LocalStore, *args: Any, **kwargs: Any) -> Any:
-        if "upload" in threading.current_thread().name:
-            niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return real(self, *args, **kwargs)
-
+    transfer = TransferOptions(background_nice=nice)
+    writers = [BucketWriter(fs=SlowFileSystem(mark=f"{root}/{name}"), transfer=transfer) for name in "ab"]
+    wait(begin_alone(Training().state, f"{root}/beside", writers[0]))
+    dcp.save(Training().state, checkpoint_id=f"{root}/plain", storage_writer=writers[1], no_dist=True)
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    writer = BucketWriter(transfer=TransferOptions(background="thread", background_nice=nice))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStore, "put", put)
-        begin_alone(Training().state, f"{root}/a", writer).result(WAIT_S)
-        # This process may have been started with a higher one.
-        assert set(niceness) == {max(own, nice or own)}
-        niceness.clear()
-        dcp.save(Training().state, checkpoint_id=f"{root}/b", storage_writer=writer, no_dist=True)
-        assert set(niceness) == {own}
-    writer.close()
+    # This process may have been started with a higher one.
+    assert [int(Path(root, name).read_text()) for name in "ab"] == [max(own, nice or own), own]
