@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,16 @@ from bucketpoint.errors import BucketpointError
 
 
 @pytest.fixture
-def stuck() -> Iterator[threading.Event]:
-    """An event that nobody sets before the test has ended."""
-    event = threading.Event()
-    yield event
-    event.set()
+def hang() -> Iterator[Callable[..., Any]]:
+    """A function that does not return before the test has ended."""
+    ended = threading.Event()
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        ended.wait()
+        raise OSError("too late")
+
+    yield wait
+    ended.set()
 
 
 def saved(url: str, **where: Any) -> None:
@@ -35,7 +40,7 @@ def check(caught: pytest.ExceptionInfo[BucketpointError], what: str) -> None:
 
 @pytest.mark.parametrize("method", ["__init__", "info", "pipe_file", "cat_file"])
 def test_ends_a_call_of_a_filesystem_that_does_not_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: threading.Event, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[..., Any], method: str
 ) -> None:
     class Stuck(LocalFileSystem):
         protocol = f"stuck{method.strip('_').replace('_', '')}"
@@ -45,15 +50,11 @@ def test_ends_a_call_of_a_filesystem_that_does_not_return(
         def _strip_protocol(cls, path: Any) -> str:
             return str(path).rpartition("://")[2]
 
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stuck.wait()
-        raise OSError("too late")
-
     fsspec.register_implementation(Stuck.protocol, Stuck, clobber=True)
     url = f"{Stuck.protocol}://{tmp_path}/a"
     if method == "cat_file":
         saved(url, storage_options={"auto_mkdir": True})
-    monkeypatch.setattr(Stuck, method, wait)
+    monkeypatch.setattr(Stuck, method, hang)
     with pytest.raises(BucketpointError) as caught:
         if method == "cat_file":
             bp.load({"w": torch.zeros(4)}, url, deadline_s=1, storage_options={"auto_mkdir": True})
@@ -64,18 +65,12 @@ def test_ends_a_call_of_a_filesystem_that_does_not_return(
 
 @pytest.mark.parametrize("where", ["socket.getaddrinfo", "botocore.session.Session.get_credentials"])
 def test_ends_a_look_up_that_does_not_return(
-    monkeypatch: pytest.MonkeyPatch, stuck: threading.Event, where: str
+    monkeypatch: pytest.MonkeyPatch, hang: Callable[..., Any], where: str
 ) -> None:
-    def wait(*args: Any, **kwargs: Any) -> Any:
-        stuck.wait()
-        raise OSError("too late")
-
-    monkeypatch.setattr(where, wait)
+    monkeypatch.setattr(where, hang)
     options = {"endpoint_url": "http://nowhere.invalid:9", "key": "a", "secret": "b"}
     if "credentials" in where:
         options = {"endpoint_url": "http://nowhere.invalid:10"}
     with pytest.raises(BucketpointError) as caught:
         saved("s3://bucket/a", storage_options=options)
     check(caught, "GetObject|making the client")
-    monkeypatch.undo()
-    stuck.set()

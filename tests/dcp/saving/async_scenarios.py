@@ -35,6 +35,7 @@ from bucketpoint import (
 from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.global_plan import plan_globally
 from bucketpoint.errors import CheckpointProcessError
+from transfer.helper.orders import wait_until
 
 WAIT_S = 240
 """Against hangs only: nothing here is expected to take long."""
@@ -65,13 +66,13 @@ class Training:
         self.run(-1)
 
 
-def assert_holds(url: str, step: int, world: int = 1, **options: Any) -> None:
+def assert_holds(url: str, step: int, world: int = 1) -> None:
     """A checkpoint of `Training` has all of one step, of every rank, and nothing of another one."""
     target: dict[str, Any] = {
         "model": {"w": torch.zeros(50_000), **{f"only_{rank}": torch.zeros(1000) for rank in range(world)}},
         "step": None,
     }
-    dcp.load(target, checkpoint_id=url, storage_reader=BucketReader(**options), no_dist=True)
+    dcp.load(target, checkpoint_id=url, storage_reader=BucketReader(), no_dist=True)
     assert target["step"] == step
     assert target["model"]["w"].unique().tolist() == [step]
     for rank in range(world):
@@ -309,7 +310,7 @@ def a_killed_checkpoint_process_is_named(rank: int, world: int, root: str) -> No
         async_checkpointer_type=PROCESS,
         by=bucketpoint.async_save,
     )
-    _until(mark.exists)
+    wait_until(mark.exists, WAIT_S)
     assert not handle.done()
     os.kill(process.pid, signal.SIGKILL)
     _assert_names(handle.exception(WAIT_S), process.pid, f"{root}/killed")
@@ -330,13 +331,6 @@ def _assert_names(error: BaseException | None, pid: int, url: str | None) -> Non
     assert f"pid {pid}" in str(error)
     assert "exit code -9" in str(error)
     assert url is None or error.url == url
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------

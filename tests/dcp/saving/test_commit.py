@@ -54,6 +54,13 @@ def loaded(service: Service, url: str) -> float:
     return values.pop()
 
 
+@pytest.fixture
+def old(service: Service) -> str:
+    """The URL of a checkpoint of the value 1."""
+    save(service, service.url("a"))
+    return service.url("a")
+
+
 class Interfering(CountingStore):
     """A store in which something happens before or after calls: each is told a call's name, key and options."""
 
@@ -84,18 +91,16 @@ def test_takes_three_requests_besides_its_data_for_a_fresh_save(service: Service
     assert asked(proxy) == besides + Counter(service.requests_of_parts(2))
 
 
-def test_adds_one_get_and_its_clean_up_for_an_overwrite(service: Service, proxy: FaultProxy) -> None:
-    save(service, service.url("a"))
-    save(service.at(proxy.url), service.url("a"), 2.0)
+def test_adds_one_get_and_its_clean_up_for_an_overwrite(service: Service, old: str, proxy: FaultProxy) -> None:
+    save(service.at(proxy.url), old, 2.0)
     besides = Counter(PutObject=3 + 1, GetObject=2, DeleteObjects=1)
     assert asked(proxy) == besides + Counter(service.requests_of_parts(2))
-    assert loaded(service, service.url("a")) == 2.0
+    assert loaded(service, old) == 2.0
 
 
-def test_reads_only_the_metadata_and_its_ranges_in_a_load(service: Service, wrap: Wrap) -> None:
-    save(service, service.url("a"))
+def test_reads_only_the_metadata_and_its_ranges_in_a_load(service: Service, old: str, wrap: Wrap) -> None:
     stores = wrap(CountingStore)
-    loaded(service, service.url("a"))
+    loaded(service, old)
     assert set(stores[0].calls) == {"get", "open_range"}
     assert stores[0].calls["get"] == 1
     assert stores[0].received <= 1.001 * (3 * MIB + 1000) * 4 + 10_000
@@ -117,9 +122,7 @@ def test_accepts_a_lost_answer_to_the_commit(service: Service, first: float | No
     assert loaded(service, url) == 2.0
 
 
-def test_reports_a_commit_by_another_job_in_between_and_leaves_it(service: Service, wrap: Wrap) -> None:
-    url = service.url("a")
-    save(service, url, 1.0)
+def test_reports_a_commit_by_another_job_in_between_and_leaves_it(service: Service, old: str, wrap: Wrap) -> None:
     raced: list[str] = []
 
     def save_by_another_job(name: str, key: Any, options: Any) -> None:
@@ -127,66 +130,59 @@ def test_reports_a_commit_by_another_job_in_between_and_leaves_it(service: Servi
             raced.append(key)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(session, "open_store", plain)
-                save(service, url, 3.0)
+                save(service, old, 3.0)
 
     plain = session.open_store
     wrap(lambda inner: Interfering(inner, None, save_by_another_job))
-    assert isinstance(failure_of(lambda: save(service, url, 2.0)), CommitConflictError)
-    assert loaded(service, url) == 3.0
+    assert isinstance(failure_of(lambda: save(service, old, 2.0)), CommitConflictError)
+    assert loaded(service, old) == 3.0
 
 
-def test_reports_overwrite_false_before_anything_is_uploaded(service: Service, wrap: Wrap) -> None:
-    save(service, service.url("a"))
+def test_reports_overwrite_false_before_anything_is_uploaded(service: Service, old: str, wrap: Wrap) -> None:
     stores = wrap(CountingStore)
-    failure_of(lambda: save(service, service.url("a"), 2.0, overwrite=False))
+    failure_of(lambda: save(service, old, 2.0, overwrite=False))
     assert dict(stores[0].calls) == {"get": 1}
-    assert loaded(service, service.url("a")) == 1.0
+    assert loaded(service, old) == 1.0
 
 
-def test_refuses_the_commit_itself_under_overwrite_false(service: Service, wrap: Wrap) -> None:
-    url = service.url("a")
-    save(service, url, 1.0)
+def test_refuses_the_commit_itself_under_overwrite_false(service: Service, old: str, wrap: Wrap) -> None:
 
     def not_there_yet() -> BaseException:
         return ObjectNotFoundError("the other job has not committed yet")
 
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get" and n == 1, not_there_yet))
-    assert isinstance(failure_of(lambda: save(service, url, 2.0, overwrite=False)), CheckpointExistsError)
+    assert isinstance(failure_of(lambda: save(service, old, 2.0, overwrite=False)), CheckpointExistsError)
 
 
 @in_parts
 @pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])
 def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
-    service: Service, operation: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+    service: Service, old: str, operation: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = service.url("a")
-    save(service, url, 1.0)
     stores = wrap(
         lambda inner: FailingStore(inner, lambda name, n: name == operation, lambda: TransientStoreError("gone"))
     )
-    failure_of(lambda: save(service, url, 2.0))
+    failure_of(lambda: save(service, old, 2.0))
     store = stores[0].inner
     for key in stores[0].keys:
         assert not [upload for upload in store.list_multipart(key) if upload.key == key]
     monkeypatch.undo()
-    assert loaded(service, url) == 1.0
+    assert loaded(service, old) == 1.0
 
 
 def test_overwrites_without_the_rights_to_delete_and_to_record(
-    service: Service, wrap: Wrap, caplog: pytest.LogCaptureFixture
+    service: Service, old: str, wrap: Wrap, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = service.url("a")
-    save(service, url, 1.0)
 
     def refuse(name: str, key: Any, options: Any) -> None:
         if name == "delete" or (name == "put" and key.endswith(".json")):
             raise AccessDeniedError("no")
 
     wrap(lambda inner: Interfering(inner, refuse, None))
-    save(service, url, 2.0)
+    save(service, old, 2.0)
     assert "was not deleted" in caplog.text
     assert "its catalog record was not written" in caplog.text
-    assert loaded(service, url) == 2.0
+    assert loaded(service, old) == 2.0
 
 
 def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,11 +198,9 @@ def test_keeps_a_commit_although_the_callers_own_log_raises(tmp_path: Path, capl
 
 @pytest.mark.parametrize("deleted_before", ["get", "put"])
 def test_commits_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile(
-    service: Service, deleted_before: str, wrap: Wrap
+    service: Service, old: str, deleted_before: str, wrap: Wrap
 ) -> None:
     """A pruner deletes the old one after the create-only PUT was refused, or after it was read to be replaced."""
-    url = service.url("a")
-    save(service, url, 1.0)
     deleted: list[str] = []
 
     def prune(name: str, key: Any, options: Any) -> None:
@@ -215,16 +209,14 @@ def test_commits_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile(
             service.delete(key)
 
     wrap(lambda inner: Interfering(inner, prune, None))
-    save(service, url, 2.0)
+    save(service, old, 2.0)
     assert deleted == ["a/.metadata"]
-    assert loaded(service, url) == 2.0
+    assert loaded(service, old) == 2.0
 
 
-def test_replaces_no_checkpoint_that_may_not_be_read(service: Service, wrap: Wrap) -> None:
-    url = service.url("a")
-    save(service, url, 1.0)
+def test_replaces_no_checkpoint_that_may_not_be_read(service: Service, old: str, wrap: Wrap) -> None:
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get", lambda: AccessDeniedError("no")))
-    assert isinstance(failure_of(lambda: save(service, url, 2.0)), AccessDeniedError)
+    assert isinstance(failure_of(lambda: save(service, old, 2.0)), AccessDeniedError)
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["answered at once", "sent again"])
