@@ -24,7 +24,6 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "test_kills_four_ranks_after_some_requests": (),
     "test_saves_though_its_helper_is_killed_after_each_request": (),
     "test_commits_though_the_program_ends_during_the_upload": ("return-0",),
-    "test_continues_the_upload_after_ctrl_c_that_the_trainer_answers": (),
     "test_keeps_no_upload_waiting_by_workers_that_are_forked_while_it_starts": (),
     "test_raises_after_two_deaths_during_one_upload_and_leaves_no_upload": (),
     "test_leaves_no_process_upload_or_checkpoint_of_a_killed_trainer": ("fork",),

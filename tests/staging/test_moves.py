@@ -161,10 +161,22 @@ class Stream:
         self.under_way = False
 
 
+DEVICE = torch.device("meta")
+
+
+def run_on(stream: Any, sources: list[torch.Tensor], *, beside: bool = False) -> None:
+    """Copy sources of eight bytes each, those of the device on its stream."""
+    places = [(torch.uint8, (8,), (1,), 8 * index) for index in range(len(sources))]
+    layout = ArenaLayout(8 * len(sources), places, [(source, index) for index, source in enumerate(sources)])
+    ordering = Ordering({DEVICE: None}, None)  # type: ignore[dict-item]
+    arena = Arena(layout.nbytes, shared=False)
+    run_copies(layout, arena, {DEVICE: stream}, Movers(), ordering, non_blocking=True, beside=beside)
+
+
 @pytest.mark.parametrize("failing", ["cpu", "meta"])
 def test_ends_copies_of_a_device_when_a_later_copy_fails(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """The arena goes to the next save: a copy still under way would write to its state."""
-    stream, device = Stream(), torch.device("meta")
+    stream = Stream()
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor], **how: Any) -> None:
         kind = sources[0].device.type
@@ -174,13 +186,8 @@ def test_ends_copies_of_a_device_when_a_later_copy_fails(monkeypatch: pytest.Mon
             raise RuntimeError("refused")
 
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
-    place = (torch.uint8, (8,), (1,), 0)
-    sources = [torch.empty(8, dtype=torch.uint8, device=kind) for kind in ("cpu", device)]
-    layout = ArenaLayout(8, [place, place], [(sources[0], 0), (sources[1], 1)])
-    streams: Any = {device: stream}
-    ordering = Ordering({device: None}, None)  # type: ignore[dict-item]
     with pytest.raises(RuntimeError, match="refused"):
-        run_copies(layout, Arena(8, shared=False), streams, Movers(), ordering, non_blocking=True, beside=False)
+        run_on(stream, [torch.empty(8, dtype=torch.uint8, device=kind) for kind in ("cpu", DEVICE)])
     assert not stream.under_way
 
 
@@ -190,14 +197,8 @@ def test_leaves_room_in_the_drivers_queue_beside_training(
 ) -> None:
     """Copies that are queued together, and a 0 for each wait for them."""
     asked: list[int] = []
-    stream, device = Stream(), torch.device("meta")
+    stream = Stream()
     monkeypatch.setattr(stream, "synchronize", lambda: asked.append(0))
     monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, sources, non_blocking: asked.append(len(targets)))
-    source = torch.empty(8, dtype=torch.uint8, device=device)
-    places = [(torch.uint8, (8,), (1,), 8 * index) for index in range(150)]
-    layout = ArenaLayout(1200, places, [(source, index) for index in range(150)])
-    streams: Any = {device: stream}
-    ordering = Ordering({device: None}, None)  # type: ignore[dict-item]
-    arena = Arena(1200, shared=False)
-    run_copies(layout, arena, streams, Movers(), ordering, non_blocking=True, beside=beside)
+    run_on(stream, [torch.empty(8, dtype=torch.uint8, device=DEVICE)] * 150, beside=beside)
     assert asked == expected

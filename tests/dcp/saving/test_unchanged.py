@@ -202,27 +202,22 @@ def test_limits_the_copies_under_way_on_a_rank_whatever_its_connections(
     state = {"model": {f"layer.{number}": torch.rand(MIB // 2) for number in range(12)}}
     writer = run.writer(target_object_bytes=MIB, transfer=TransferOptions(connections=16))
     run.save(state, 0, writer)
-    copy, lock, room = module.copy_object, threading.Lock(), threading.Event()
-    under_way, most, made = 0, 0, 0
+    copy, together = module.copy_object, threading.Barrier(module.COPIES_AT_ONCE)
+    under_way: list[Any] = []
+    seen: list[int] = []
 
     def counted(*arguments: Any) -> Any:
-        nonlocal under_way, most, made
-        with lock:
-            under_way, made = under_way + 1, made + 1
-            most = max(most, under_way)
-            full = under_way == module.COPIES_AT_ONCE
-        if full:
-            # Time for a fifth one to begin, if there may be one.
-            time.sleep(0.3)
-            room.set()
-        room.wait(10)
+        under_way.append(arguments)
+        seen.append(len(under_way))
+        together.wait(60)
+        # Time for a fifth one to begin, if there may be one.
+        time.sleep(0.1)
         try:
             return copy(*arguments)
         finally:
-            with lock:
-                under_way -= 1
+            under_way.pop()
 
     monkeypatch.setattr(module, "copy_object", counted)
     run.save(state, 1, writer)
-    assert (made, most) == (12, module.COPIES_AT_ONCE)
+    assert (len(seen), max(seen)) == (12, module.COPIES_AT_ONCE)
     run.assert_holds(1, state)

@@ -224,17 +224,6 @@ def test_leaves_no_process_upload_or_checkpoint_of_a_killed_trainer(start: Start
             os.kill(started.fork, signal.SIGKILL)
 
 
-def test_continues_the_upload_after_ctrl_c_that_the_trainer_answers(start: StartProgram) -> None:
-    started = start("result")
-    os.killpg(started.program.pid, signal.SIGINT)
-    started.proxy.play(Script())
-    out, _ = started.program.communicate(timeout=60)
-    assert json.loads(out) == {"interrupted": 1}
-    assert started.program.returncode == 0
-    started.assert_saved()
-    started.assert_helper_ends()
-
-
 @pytest.mark.parametrize(("end", "status"), [("return", 0), ("raise", 1)])
 def test_commits_though_the_program_ends_during_the_upload(start: StartProgram, end: str, status: int) -> None:
     started = start(end)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from typing import Any
@@ -25,8 +24,6 @@ def state(value: int) -> dict[str, Any]:
 
 
 def main(url: str, options: str, end: str) -> None:
-    interrupted: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number))
     transfer = TransferOptions(background="process", part_bytes=5 << 20, connections=2, single_put_bytes=1 << 20)
     writer = S3Writer(storage_options=json.loads(options), transfer=transfer)
     handle = bucketpoint.async_save(state(1), checkpoint_id=url, storage_writer=writer)
@@ -44,11 +41,8 @@ def main(url: str, options: str, end: str) -> None:
         return
     if end == "raise":
         raise ZeroDivisionError
+    # Until it is killed.
     handle.result()
-    print(json.dumps({"interrupted": len(interrupted)}), flush=True)
-    if fork:
-        os.kill(fork, signal.SIGKILL)
-    writer.close()
 
 
 if __name__ == "__main__":
