@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,6 @@ from bucketpoint import (
     StagingOptions,
     TransferOptions,
 )
-from bucketpoint.dcp.planning import save_planner
-from bucketpoint.dcp.planning.global_plan import plan_globally
 from bucketpoint.errors import CheckpointProcessError
 from transfer.helper.orders import wait_until
 
@@ -425,28 +422,6 @@ def a_writer_for_each_step(rank: int, world: int, root: str) -> None:
     # What comes last is known to end last.
     wait(begin(training.run(3), f"{root}/3", _slow()))
     for step in range(4):
-        assert_holds(f"{root}/{step}", step, world)
-
-
-def plans_are_made_once_for_a_writer(rank: int, world: int, root: str) -> None:
-    """The writer is kept on rank 1 only, for the last saves: no rank may need what another has kept."""
-    training = Training(rank, world)
-    planned: list[int] = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        planned.append(step)
-        return plan_globally(*args, **kwargs)
-
-    writer = BucketWriter()
-    with mock.patch.object(save_planner, "plan_globally", counted):
-        for step in range(6):
-            if step > 2 and rank == 0:
-                writer = BucketWriter()
-            begun = begin(training.run(step), f"{root}/{step}", writer, by=bucketpoint.async_save)
-            training.spoil()
-            wait(begun)
-    assert planned == ([0, 3, 4, 5] if rank == 0 else [])
-    for step in range(6):
         assert_holds(f"{root}/{step}", step, world)
 
 

@@ -44,7 +44,6 @@ def test_holds_in_each_save_of_one_writer_what_it_was_given(two_ranks: Ranks, tm
         (scenarios.a_foreign_writer_is_put_in_order, "wait"),
         (scenarios.a_foreign_writer_is_put_in_order, "double_buffer"),
         (scenarios.a_writer_for_each_step, None),
-        (scenarios.plans_are_made_once_for_a_writer, None),
         (scenarios.a_save_and_a_load_wait_for_the_asynchronous_save, None),
     ],
 )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import bucketpoint
 from bucketpoint import BucketWriter, Stager, StagingOptions, TransferOptions
+from bucketpoint.dcp.planning import save_planner
 from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.staging import stager as stager_module
 from dcp.saving.async_scenarios import (
@@ -284,6 +286,15 @@ def test_sends_a_writer_without_its_staging_memory(root: str) -> None:
     assert isinstance(begun, AsyncSaveResponse)
     wait(begun)
     assert_holds(root, 2)
+
+
+def test_plans_saves_of_one_state_by_one_writer_once(root: str) -> None:
+    writer = BucketWriter()
+    with mock.patch.object(save_planner, "plan_globally", wraps=save_planner.plan_globally) as planned:
+        for step in range(3):
+            wait(begin_alone(Training().run(step), f"{root}/{step}", writer, by=bucketpoint.async_save))
+            assert_holds(f"{root}/{step}", step)
+    assert planned.call_count == 1
 
 
 def test_saves_by_a_closed_writer_that_has_no_memory(root: str, gated: GatedFileSystem) -> None:
