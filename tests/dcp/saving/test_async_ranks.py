@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -33,14 +34,14 @@ def rank_to_break() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_holds_in_each_save_of_one_writer_what_it_was_given(two_ranks: Ranks, tmp_path: Any, policy: str) -> None:
-    two_ranks.run(scenarios.one_writer_overlaps, str(tmp_path), POLICIES[policy])
+    two_ranks.run(scenarios.saves_overlap, str(tmp_path), POLICIES[policy])
 
 
 @pytest.mark.parametrize(
     ("scenario", "policy"),
     [
-        (scenarios.two_writers_overlap, "wait"),
-        (scenarios.two_writers_overlap, "beside training"),
+        (partial(scenarios.saves_overlap, states=2), "wait"),
+        (partial(scenarios.saves_overlap, states=2), "beside training"),
         (scenarios.a_foreign_writer_is_put_in_order, "wait"),
         (scenarios.a_foreign_writer_is_put_in_order, "double_buffer"),
         (scenarios.a_writer_for_each_step, None),
