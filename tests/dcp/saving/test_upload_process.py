@@ -187,7 +187,7 @@ def start(minio: S3Server, fault_proxy: MakeProxy) -> Iterator[StartProgram]:
     def started(end: str) -> Started:
         proxy = fault_proxy(minio, Script((Rule((Slow(5e6),), kinds=("UploadPart",)),)))
         bucket = minio.make_bucket()
-        arguments = [minio.url(bucket, "run/step-1"), json.dumps(minio.at(proxy.url).options), end]
+        arguments = [minio.url(bucket, "run/step-1"), end, json.dumps(minio.at(proxy.url).options)]
         program = subprocess.Popen(
             [*PYTHON, "-m", "dcp.saving.upload_program", *arguments],
             stdout=subprocess.PIPE,
@@ -252,7 +252,7 @@ def test_leaves_no_file_of_a_killed_helper_in_a_local_folder(tmp_path: Path, ove
     assert_loads(saved, BucketReader(str(url)))
 
 
-PROGRAM = Path(__file__).resolve().with_name("places_program.py")
+PROGRAM = Path(__file__).resolve().with_name("upload_program.py")
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 SMALL_SHM = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
