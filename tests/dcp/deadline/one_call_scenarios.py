@@ -148,7 +148,7 @@ def call(rank: int, url: str, loads: bool, action: Callable[[], None] | None, de
 def stall_until_the_others_raised(rank: int, world: int, url: str, folder: str, loads: bool) -> Told | None:
     """Rank 1 stands still in the middle of its items; it goes on once rank 0 has raised."""
     raised = Path(folder, "raised")
-    error = call(rank, url, loads, (lambda: until_there(raised)) if rank == 1 else None, 5)
+    error = call(rank, url, loads, (lambda: until_there(raised)) if rank == 1 else None, 6)
     if rank == 0:
         raised.touch()
     return error

@@ -104,8 +104,8 @@ def test_raises_on_all_ranks_by_the_deadline_if_a_store_stalls_one(
     proxy.play(always(Stall(scenarios.HANGS_S), kinds=[kind], keys=keys))
     by, doing = ("load", "was reading its items") if loads else ("save", "was uploading its items")
     options = service.at(proxy.url).options
-    for error in two_ranks.run(partial(scenarios.attempt, by=by, url=url, deadline_s=5.0, storage_options=options)):
-        assert f"was not complete after 5 s: rank {0 if loads else 1} {doing}" in error[1]
+    for error in two_ranks.run(partial(scenarios.attempt, by=by, url=url, deadline_s=6.0, storage_options=options)):
+        assert f"was not complete after 6 s: rank {0 if loads else 1} {doing}" in error[1]
     assert what_lies_at(url, storage_options=service.options) == OLD
 
 
@@ -117,7 +117,7 @@ def test_names_a_rank_that_stalls_and_raises_there_when_it_goes_on(
     saved(url)
     first, second = two_ranks.run(scenarios.stall_until_the_others_raised, url, str(tmp_path), loads)
     assert first[2] == 1
-    assert "was not complete after 5 s: rank 1 was" in first[1]
+    assert "was not complete after 6 s: rank 1 was" in first[1]
     assert second[0] == "BucketpointError"
     assert what_lies_at(url) == OLD
     # Nothing of it is left in the way of the next call.
