@@ -17,7 +17,7 @@ from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import Verification, verify
 from bucketpoint.location import Location
-from bucketpoint.stores import open_store
+from bucketpoint.stores import ObjectInfo, open_store
 from dcp.states import assert_loads, filled
 from fsspec_backends import IN_PROCESS, SERVED, backend
 from services import Service
@@ -53,22 +53,22 @@ class Run:
     def verified(self, step: int) -> Verification:
         return verify(open_checkpoint(Location.of(self.url(step), self.options, self.fs)))
 
-    def store(self, step: int) -> tuple[Any, str]:
-        return open_store(self.url(step), storage_options=self.options, fs=self.fs)
+    def objects(self, step: int) -> tuple[Any, dict[str, ObjectInfo]]:
+        """The store of a checkpoint, and all objects there, by their path below the checkpoint's URL."""
+        store, prefix = open_store(self.url(step), storage_options=self.options, fs=self.fs)
+        above = prefix + "/" if prefix else ""
+        return store, {info.key.removeprefix(above): info for info in store.list(above)}
 
     def delete(self, step: int) -> None:
-        store, prefix = self.store(step)
-        failures = store.delete([info.key for info in store.list(prefix + "/" if prefix else "")])
-        assert not failures
+        store, found = self.objects(step)
+        assert not store.delete([info.key for info in found.values()])
 
     def download(self, step: int, folder: Path) -> None:
         """Fetch all objects of a checkpoint, for a stock reader."""
-        store, prefix = self.store(step)
-        above = prefix + "/" if prefix else ""
-        for info in store.list(above):
-            path = folder / info.key.removeprefix(above)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(store.get(info.key)[0])
+        store, found = self.objects(step)
+        for name, info in found.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(store.get(info.key)[0])
 
 
 def copy_any_size(patch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,8 @@ def test_keeps_a_chain_of_copies_from_growing(run: Run) -> None:
     sizes = []
     for step in range(1, 6):
         run.save(lora(step), step, writer)
-        store, prefix = run.store(step)
-        objects = [info.size for info in store.list(prefix + "/" if prefix else "") if ".distcp" in info.key]
-        sizes.append(sum(objects))
+        _, found = run.objects(step)
+        sizes.append(sum(info.size for path, info in found.items() if path.endswith(".distcp")))
         if step > 1:
             run.delete(step - 1)
     run.assert_holds(5, lora(5))
@@ -87,8 +86,8 @@ def test_sends_everything_unless_a_writer_is_told_to_copy(run: Run) -> None:
 
 def weights(run: Run, step: int) -> tuple[Any, list[Any]]:
     """Return the store of a checkpoint, and the objects in it that are worth a copy."""
-    store, prefix = run.store(step)
-    return store, [info for info in store.list(prefix + "/" if prefix else "") if info.size > MIB]
+    store, found = run.objects(step)
+    return store, [info for info in found.values() if info.size > MIB]
 
 
 def without(run: Run) -> None:
