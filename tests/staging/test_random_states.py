@@ -178,6 +178,7 @@ def check_a_copy(stager: Stager, state: State, buffers: list[torch.Tensor]) -> N
     copies = state.tensors_of(root)
     for view, copied, values in zip(state.views, copies, expected, strict=True):
         assert (copied.dtype, copied.shape) == (view.dtype, view.shape)
+        assert copied.numel() or copied.stride() == view.stride
         assert bits(copied) == values
     assert all(root["tied"][number] is copies[number] for number in root["tied"])
 

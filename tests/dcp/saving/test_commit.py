@@ -73,12 +73,12 @@ class Interfering(CountingStore):
         if not callable(passed):
             return passed
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(key: Any = None, *args: Any, **kwargs: Any) -> Any:
             if self._before is not None:
-                self._before(name, args[0], kwargs)
-            done = passed(*args, **kwargs)
+                self._before(name, key, kwargs)
+            done = passed(key, *args, **kwargs)
             if self._after is not None:
-                self._after(name, args[0], kwargs)
+                self._after(name, key, kwargs)
             return done
 
         return call
