@@ -106,38 +106,31 @@ def test_falls_back_to_threads_for_what_a_process_cannot_do_and_says_so_once(
         save(writer, "memory://uploads/c")
 
 
-@pytest.mark.parametrize(
-    ("error", "sent", "fails"),
-    [
-        (HelperProcessError("Two processes died"), 0, False),
-        (EndpointError("no route"), 0, False),
-        # It has reached the store, which is down now.
-        (EndpointError("no route"), 100, True),
-    ],
-)
 def test_uploads_by_threads_what_the_process_does_not_and_large_states_by_the_process(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    large: dict[str, Any],
-    error: BucketpointError,
-    sent: int,
-    fails: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, large: dict[str, Any]
 ) -> None:
-    def upload(work: Any, meter: Meter) -> Any:
-        meter.add(sent)
-        raise error
-
+    failures: dict[str, tuple[BucketpointError, int]] = {
+        # What has sent bytes has reached the store, which is down now.
+        "down": (EndpointError("no route"), 100),
+        "died": (HelperProcessError("Two processes died"), 0),
+        "cut off": (EndpointError("no route"), 0),
+    }
     with closing(BucketWriter()) as writer:
         save(writer, str(tmp_path / "small"))
         assert helper_of(writer) is None
-        with monkeypatch.context() as patched:
-            patched.setattr(writer.uploads._helper, "upload", upload)
-            with pytest.raises(EndpointError, match="no route") if fails else contextlib.nullcontext():
-                save(writer, str(tmp_path / "a"), large)
-        assert (tmp_path / "a" / ".metadata").exists() != fails
-        assert fails or error.message in caplog.text
-        save(writer, str(tmp_path / "b"), large)
+        for name, (error, sent) in failures.items():
+
+            def upload(work: Any, meter: Meter, error: BucketpointError = error, sent: int = sent) -> Any:
+                meter.add(sent)
+                raise error
+
+            with monkeypatch.context() as patched:
+                patched.setattr(writer.uploads._helper, "upload", upload)
+                with pytest.raises(EndpointError, match="no route") if sent else contextlib.nullcontext():
+                    save(writer, str(tmp_path / name), large)
+            assert (tmp_path / name / ".metadata").exists() == (not sent)
+        assert "Two processes died" in caplog.text
+        save(writer, str(tmp_path / "large"), large)
         assert helper_of(writer) is not None
 
 
