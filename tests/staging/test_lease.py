@@ -20,6 +20,7 @@ from bucketpoint.staging import Lease, StagedState, Stager, StagingOptions, curr
 from bucketpoint.staging import pool as pool_module
 from bucketpoint.staging import stager as stager_module
 from staging.helpers import Beside, Upload, both_kinds, finished, memory_of, sync_and_async
+from transfer.helper.orders import wait_until
 
 waiting = pytest.mark.parametrize("when_busy", ["wait", "double_buffer", "error"])
 
@@ -167,19 +168,14 @@ def test_keeps_nothing_of_the_source_alive_by_the_copy(shared: bool, beside: boo
     gone = weakref.ref(source)
     staged = finished(Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside)).stage({"w": source}))
     del source
-    # The worker lets go of its job a moment after the future is done.
-    assert _in_time(lambda: gone() is None)
-    assert values(staged) == {1}
 
-
-def _in_time(condition: Any, patience_s: float = 10.0) -> bool:
-    waited = threading.Event()
-    for _ in range(int(patience_s / 0.01)):
+    def let_go() -> bool:
         gc.collect()
-        if condition():
-            return True
-        waited.wait(0.01)
-    return False
+        return gone() is None
+
+    # The worker lets go of its job a moment after the future is done.
+    wait_until(let_go)
+    assert values(staged) == {1}
 
 
 # -- states that nobody saves -----------------------------------------------------------------------------------------
@@ -244,7 +240,7 @@ def test_waits_in_close_for_the_copies_under_way() -> None:
     future.add_done_callback(lambda done: held.append(done.result()))
     del future
     closing = Beside(stager.close)
-    assert _in_time(lambda: held)
+    wait_until(lambda: held)
     assert values(held[0]) == {1}
     held.clear()
     closing.outcome.result(60)

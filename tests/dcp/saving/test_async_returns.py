@@ -41,7 +41,7 @@ from dcp.saving.async_scenarios import (
     upload_of,
     wait,
 )
-from staging.helpers import held_copies
+from staging.helpers import Beside, held_copies
 
 pytestmark = pytest.mark.contract
 
@@ -302,14 +302,11 @@ def test_saves_by_a_closed_writer_that_has_no_memory(root: str, gated: GatedFile
     handle = begin_alone(Training().run(1), f"{root}/1", writer, by=bucketpoint.async_save)
     stager = writer._own_stager()
     assert gated.arrived.wait(WAIT_S)
-    closing = threading.Thread(target=writer.close)
-    closing.start()
-    closing.join(0.2)
-    assert closing.is_alive()
+    closing = Beside(writer.close)
+    assert closing.is_blocked()
     assert stager.staged_bytes > 0
     gated.gate.set()
-    closing.join(WAIT_S)
-    assert not closing.is_alive()
+    closing.outcome.result(WAIT_S)
     assert handle.done()
     assert stager.staged_bytes == 0
     wait(begin_alone(Training().run(2), f"{root}/2", writer))

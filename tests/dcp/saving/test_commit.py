@@ -146,11 +146,8 @@ def test_reports_overwrite_false_before_anything_is_uploaded(service: Service, o
 
 
 def test_refuses_the_commit_itself_under_overwrite_false(service: Service, old: str, wrap: Wrap) -> None:
-
-    def not_there_yet() -> BaseException:
-        return ObjectNotFoundError("the other job has not committed yet")
-
-    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get" and n == 1, not_there_yet))
+    error = ObjectNotFoundError("the other job has not committed yet")
+    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get" and n == 1, lambda: error))
     assert isinstance(failure_of(lambda: save(service, old, 2.0, overwrite=False)), CheckpointExistsError)
 
 
@@ -173,7 +170,6 @@ def test_leaves_the_old_checkpoint_loadable_if_an_overwrite_fails_anywhere(
 def test_overwrites_without_the_rights_to_delete_and_to_record(
     service: Service, old: str, wrap: Wrap, caplog: pytest.LogCaptureFixture
 ) -> None:
-
     def refuse(name: str, key: Any, options: Any) -> None:
         if name == "delete" or (name == "put" and key.endswith(".json")):
             raise AccessDeniedError("no")
