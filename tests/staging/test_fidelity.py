@@ -298,32 +298,29 @@ def _sharded(values: torch.Tensor) -> ShardedTensor:
     return init_from_local_shards([LocalShard.from_tensor_and_offsets(values, [0, 0], 0)], *values.shape)
 
 
-def test_copies_a_sharded_tensors_local_shards(one_rank: None) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["cpu", "cuda"])
+def test_copies_a_sharded_tensors_local_shards_off_their_device(one_rank: None, elsewhere: bool) -> None:
+    """ShardedTensor's own constructor compares the placement that it is told with what it finds."""
     values = torch.arange(6.0).reshape(2, 3)
     source = _sharded(values.clone())
+    whole, shards = source.metadata(), source.local_shards()
+    if elsewhere:
+        # Here the source is pinned and the copy is not; on a CUDA device it is the other way round.
+        whole.tensor_properties.pin_memory = True
+        for metadata in (whole.shards_metadata[0], shards[0].metadata):
+            metadata.placement = _remote_device("rank:0/cuda:0")
+        rebuilt: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
+        rebuilt._prepare_init()
+        source = rebuilt
     copied = staged_copy({"s": source})["s"]
-    source.local_shards()[0].tensor.fill_(-1)
+    shards[0].tensor.fill_(-1)
     assert isinstance(copied, ShardedTensor)
     assert torch.equal(copied.local_shards()[0].tensor, values)
-    assert copied.local_shards()[0].metadata == source.local_shards()[0].metadata
-    assert copied.metadata() == source.metadata()
-    assert copied._process_group is source._process_group
-
-
-def test_stages_a_sharded_tensor_away_from_the_device_of_its_placement(one_rank: None) -> None:
-    """As one on a CUDA device is: ShardedTensor's own constructor compares what it is told with what it finds."""
-    on_cpu = _sharded(torch.ones(2, 3))
-    elsewhere = on_cpu.metadata()
-    # Here the source is pinned and the copy is not; on a CUDA device it is the other way round.
-    elsewhere.tensor_properties.pin_memory = True
-    for metadata in (elsewhere.shards_metadata[0], on_cpu.local_shards()[0].metadata):
-        metadata.placement = _remote_device("rank:0/cuda:0")
-    source: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(on_cpu.local_shards(), elsewhere)
-    source._prepare_init()
-    copied = staged_copy({"s": source})["s"]
-    assert copied.local_shards()[0].tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
     assert copied.metadata().size == source.metadata().size
+    assert copied._process_group is source._process_group
     assert str(copied.local_shards()[0].metadata.placement) == "rank:0/cpu"
+    assert elsewhere or copied.local_shards()[0].metadata == shards[0].metadata
+    assert elsewhere or copied.metadata() == whole
 
 
 # -- containers and objects -------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.sweep import sweep
@@ -24,7 +23,6 @@ from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.thinning import Outline
 from bucketpoint.stores import open_store
 from bucketpoint.transfer.checksum import DIGEST_BYTES
-from dcp.ranks import Ranks
 from dcp.saving.copied_saves import Refusing, Run, Watch, lora, nbytes
 
 HUGE = (1 << 62) - 1
@@ -276,22 +274,3 @@ def test_keeps_what_was_copied_when_it_is_thinned_to_its_weights(run: Run) -> No
     run.save(lora(3), 3, writer)
     assert watch.calls["copy"] == 1
     run.assert_holds(3, lora(3))
-
-
-def test_copies_what_the_store_names_in_a_checkpoint_process(run: Run, one_rank: Ranks) -> None:
-    one_rank.run(_save_by_process, run)
-    run.assert_holds(3, lora(3))
-    # Dead bytes of the first save tell that it is a copy.
-    assert _largest(run, 3) == _largest(run, 2)
-
-
-def _save_by_process(rank: int, world: int, run: Run) -> None:
-    kind = AsyncCheckpointerType.PROCESS
-    saving = dcp.async_save(
-        lora(3), checkpoint_id=run.url(3), storage_writer=run.writer(), async_checkpointer_type=kind
-    )
-    saving.result()  # type: ignore[union-attr]
-
-
-def _largest(run: Run, step: int) -> bytes:
-    return max((path.read_bytes() for path in Path(run.url(step)).rglob("*.distcp")), key=len)
