@@ -134,15 +134,13 @@ def test_registers_an_arena_once_in_prefault_over_any_number_of_saves(
     driver: Driver, from_cuda: None, shared: bool
 ) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared))
-    stager.prefault({"w": torch.ones(8 * MIB)})
-    # The driver would back the pages itself, slowly, and kernels of training would wait for it.
-    assert driver.resident == [1]
+    stager.prefault({"w": torch.ones(1000)})
     for step in range(5):
-        copied = finished(stager.stage({"w": torch.full((8 * MIB,), float(step))}))
+        copied = finished(stager.stage({"w": torch.full((1000,), float(step))}))
         address = memory_of(copied)
         assert copied["w"].unique().tolist() == [step]
         del copied
-    assert driver.calls == [("register", address, 32 * MIB, 1)]
+    assert driver.calls == [("register", address, 4032, 1)]
     stager.close()
     assert driver.calls[1:] == [("unregister", address)]
     stager.close()
@@ -151,11 +149,16 @@ def test_registers_an_arena_once_in_prefault_over_any_number_of_saves(
     assert len(driver.calls) == 2
 
 
-def test_leaves_no_registration_of_a_layout_or_a_stager_that_has_gone(driver: Driver, from_cuda: None) -> None:
-    stager = Stager()
-    for size in (100, 200, 300):
+@both_kinds
+def test_leaves_no_registration_of_a_layout_or_a_stager_that_has_gone(
+    driver: Driver, from_cuda: None, shared: bool
+) -> None:
+    stager = Stager(StagingOptions(use_shared_memory=shared))
+    for size in (MIB, 2 * MIB, 3 * MIB):
         finished(stager.stage({"w": torch.ones(size)}))
         assert len(driver.registered) == 1
+    # The driver would back the pages itself, slowly, and kernels of training would wait for it.
+    assert driver.resident == [1, 1, 1]
     # Nobody closes it.
     del stager
     gc.collect()

@@ -173,10 +173,15 @@ def test_makes_by_prefault_what_the_next_saves_use(when_busy: Any, count: int, m
         stager.prefault(state_of(64))
     assert made == [64 * KIB] * count
     copies = [finished(stager.stage(state_of(64, step))) for step in range(count)]
-    # It touches no memory that a save reads.
-    stager.prefault(state_of(64))
     assert [copied["w"].unique().tolist() for copied in copies] == [[step] for step in range(count)]
     assert len(made) == count
+
+
+def test_touches_no_memory_that_a_save_reads_in_prefault() -> None:
+    stager = Stager()
+    copied = finished(stager.stage(state_of(64, 5)))
+    stager.prefault(state_of(64))
+    assert copied["w"].unique().tolist() == [5]
 
 
 def test_gives_nobody_memory_that_prefault_still_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
