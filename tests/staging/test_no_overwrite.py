@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketpoint.staging import StagedState, Stager, StagingOptions, lease, take_turn
-from staging.helpers import finished
+from staging.helpers import Beside, finished
 
 pytestmark = pytest.mark.contract
 
@@ -50,52 +50,30 @@ saves = st.builds(
 )
 
 
-class SlowUpload(threading.Thread):
-    """Reads a staged state as DCP does, slowly, and notes whatever is not of its own step."""
+def upload(held: list[StagedState], step: int, save: Save) -> None:
+    """Read a staged state as DCP does, slowly. An error keeps it with the traceback, as a future does."""
+    staged = held.pop()
+    time.sleep(save.begins_after_s)
+    assert_of_step({key: staged[key] for key in staged}, step)
+    if save.ends == "failed before it read":
+        raise RuntimeError("no process group")
+    read = dict(staged.items())
+    if save.turn:
+        take_turn(f"step {step}")
+    for _ in range(LOOKS):
+        assert_of_step(read, step)
+        time.sleep(save.pause_s)
+    assert_of_step(read, step)
+    assert not staged.lease.ended
+    if save.ends == "failed":
+        raise RuntimeError("503 Slow Down")
 
-    def __init__(self, staged: StagedState, step: int, save: Save) -> None:
-        super().__init__(daemon=True)
-        self.wrong: list[str] = []
-        self.looks = 0
-        self.failure: Exception | None = None
-        self._staged: StagedState | None = staged
-        self._step, self._save = step, save
-        self.start()
 
-    def run(self) -> None:
-        try:
-            self._upload()
-        except RuntimeError as error:
-            # Kept with its traceback, and so with its staged state, as a future keeps it.
-            self.failure = error
-
-    def _upload(self) -> None:
-        staged, self._staged = self._staged, None
-        time.sleep(self._save.begins_after_s)
-        self._look("before it begins", {key: staged[key] for key in staged})
-        if self._save.ends == "failed before it read":
-            raise RuntimeError("no process group")
-        read = dict(staged.items())
-        if self._save.turn:
-            take_turn(f"step {self._step}")
-        for look in range(LOOKS):
-            self._look(f"at look {look}", read)
-            time.sleep(self._save.pause_s)
-        self._look("at the end", read)
-        if staged.lease.ended:
-            self.wrong.append("the lease ended before the upload")
-        if self._save.ends == "failed":
-            raise RuntimeError("503 Slow Down")
-
-    def _look(self, when: str, read: dict[str, Any]) -> None:
-        self.looks += 1
-        expected = float(self._step)
-        for key, value in read.items():
-            for tensor in value if isinstance(value, list) else [value]:
-                if isinstance(tensor, torch.Tensor) and not bool((tensor == expected).all()):
-                    self.wrong.append(f"{key} of step {self._step} is {tensor.unique().tolist()} {when}")
-                if isinstance(tensor, int) and tensor != self._step:
-                    self.wrong.append(f"{key} of step {self._step} is {tensor} {when}")
+def assert_of_step(read: dict[str, Any], step: int) -> None:
+    for key, value in read.items():
+        for one in value if isinstance(value, list) else [value]:
+            same = (one == step).all() if isinstance(one, torch.Tensor) else one == step
+            assert same, f"{key} of step {step} is {one}"
 
 
 class Training:
@@ -135,21 +113,20 @@ def test_reads_its_own_step_from_beginning_to_end_in_every_upload(
             when_busy=when_busy, use_async_staging=beside, use_shared_memory=shared, unread_timeout_s=UNREAD_TIMEOUT_S
         )
     )
-    uploads: list[SlowUpload] = []
+    uploads: list[tuple[Save, Beside]] = []
     for step, (save, size) in enumerate(zip(plan, elements, strict=False), start=1):
         training = Training(size)
         training.set_to(step)
         answer = stager.stage(training.state(step))
         staged = finished(answer)
         training.set_to(-step)
+        held = [staged]
         if save.ends != "dropped":
-            uploads.append(SlowUpload(staged, step, save))
-        del staged, answer
-    for upload in uploads:
-        upload.join(60)
-        assert not upload.is_alive()
-    assert [wrong for upload in uploads for wrong in upload.wrong] == []
-    committed = sum(save.ends in ("committed", "failed") for save in plan)
-    assert sum(upload.looks for upload in uploads) == len(uploads) + committed * (LOOKS + 1)
+            uploads.append((save, Beside(partial(upload, held, step, save))))
+        del staged, answer, held
+    for save, uploading in uploads:
+        error = uploading.outcome.exception(60)
+        assert (error is None) == (save.ends == "committed"), error
+        assert error is None or isinstance(error, RuntimeError), error
     stager.close()
     assert stager.staged_bytes == 0
