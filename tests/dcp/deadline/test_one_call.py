@@ -83,11 +83,8 @@ def test_raises_an_exception_at_each_item_on_all_ranks_and_harms_nothing(two_ran
 def test_tells_ranks_that_wait_for_a_store_of_an_error(two_ranks: Ranks, service: Service, proxy: FaultProxy) -> None:
     # Longer than all else: without being told, rank 0 would come to an error of its own.
     proxy.play(always(Stall(scenarios.HANGS_S), kinds=["PutObject"], keys="*-0-model-*"))
-    options = service.at(proxy.url).options
-    save = partial(
-        scenarios.attempt, by="save", url=service.url("a"), fails=True, deadline_s=480, storage_options=options
-    )
-    first, second = two_ranks.run(save)
+    late = {"deadline_s": 2 * scenarios.HANGS_S, "storage_options": service.at(proxy.url).options}
+    first, second = two_ranks.run(partial(scenarios.attempt, by="save", url=service.url("a"), fails=True, **late))
     assert second is not None
     assert first == second
     assert "this disk is on fire" in first[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -24,12 +24,6 @@ POLICIES = {
     "beside training": StagingOptions(use_async_staging=True),
     "double_buffer beside training": StagingOptions(use_async_staging=True, when_busy="double_buffer"),
 }
-
-
-@pytest.fixture
-def rank_to_break() -> Iterator[Ranks]:
-    with Ranks(1) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -97,8 +91,10 @@ def test_saves_three_times_before_and_after_two_that_fail(
     two_ranks.run(scenarios.three_saves_before_and_after_failures, str(tmp_path), executor, where)
 
 
-def test_names_a_killed_checkpoint_process_in_its_save_and_in_the_next(rank_to_break: Ranks, tmp_path: Any) -> None:
-    rank_to_break.run(scenarios.a_killed_checkpoint_process_is_named, str(tmp_path))
+def test_names_a_killed_checkpoint_process_in_its_save_and_in_the_next(tmp_path: Any) -> None:
+    # Its rank saves for no other test.
+    with Ranks(1) as ranks:
+        ranks.run(scenarios.a_killed_checkpoint_process_is_named, str(tmp_path))
 
 
 def test_names_the_callable_of_a_writer_that_cannot_be_sent() -> None:

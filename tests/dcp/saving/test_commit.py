@@ -16,7 +16,7 @@ from bucketpoint import BucketWriter, CheckpointExistsError, CommitConflictError
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
-from kit import FaultProxy
+from kit import FaultProxy, checkpoints
 from kit.failures import failure_of
 from services import Service, in_parts
 from transfer.wrappers import CountingStore, FailingStore, wrap_stores
@@ -38,20 +38,11 @@ def asked(proxy: FaultProxy) -> Counter[str]:
 
 
 def save(service: Service, url: str, value: float = 1.0, **options: Any) -> None:
-    state = {"model": {"w": torch.full((3 * MIB,), value)}, "optim": {"w": torch.full((1000,), value)}, "step": 3}
-    writer = service.writer(transfer=SMALL_PARTS, **options)
-    dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+    checkpoints.save(url, value, service.writer(transfer=SMALL_PARTS, **options), elements=3 * MIB)
 
 
 def loaded(service: Service, url: str) -> float:
-    state = {"model": {"w": torch.zeros(3 * MIB)}, "optim": {"w": torch.zeros(1000)}, "step": 0}
-    reader = service.reader(transfer=SMALL_PARTS)
-    dcp.load(state, checkpoint_id=url, storage_reader=reader, no_dist=True)
-    values = {state["model"]["w"].unique().tolist()[0], state["optim"]["w"].unique().tolist()[0]}
-    assert len(values) == 1
-    assert state["model"]["w"].unique().numel() == 1
-    assert state["step"] == 3
-    return values.pop()
+    return checkpoints.load(url, service.reader(transfer=SMALL_PARTS), elements=3 * MIB)
 
 
 @pytest.fixture
