@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from bucketpoint.staging import StagedState, Stager, StagingOptions
+from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.staging.layout import lay_out
+from dcp.states import flat
 from staging.helpers import finished
 
 pytestmark = pytest.mark.contract
@@ -92,8 +94,8 @@ class State:
     views: list[View]
     shape: list[int]
 
-    def tree(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
-        """Each tensor in a place of its own kind, some in two."""
+    def tree(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """Each tensor, or its view, in a place of its own kind, some in two."""
         root: dict[str, Any] = {"nested": {"deeper": {}}, "list": [0, []], "tied": {}}
         for number, (tensor, place) in enumerate(zip(tensors, self.shape, strict=True)):
             if place == 0:
@@ -105,18 +107,6 @@ class State:
             else:
                 root[str(number)] = root["tied"][number] = tensor
         return root
-
-    def tensors_of(self, root: StagedState) -> list[torch.Tensor]:
-        listed = {number: held[0] for number, held in root["list"][1]}
-        found: list[torch.Tensor] = []
-        for number, place in enumerate(self.shape):
-            if place == 1:
-                found.append(root["nested"]["deeper"][number])
-            elif place == 2:
-                found.append(listed[number])
-            else:
-                found.append(root[str(number)])
-        return found
 
 
 @st.composite
@@ -168,23 +158,24 @@ def test_keeps_values_and_sharing_of_any_states_by_one_stager(chosen: list[State
 
 
 def check_a_copy(stager: Stager, state: State, buffers: list[torch.Tensor]) -> None:
-    sources = [view.of(buffers) for view in state.views]
-    expected = [bits(source) for source in sources]
+    tree = state.tree([view.of(buffers) for view in state.views])
+    views = {path: view for path, view in flat(state.tree(state.views)).items() if isinstance(view, View)}
+    sources = flat(tree)
+    expected = {path: bits(sources[path]) for path in views}
 
-    root = finished(stager.stage(state.tree(sources)))
+    root = finished(stager.stage(tree))
 
     for buffer in buffers:
         buffer.bitwise_not_()
-    copies = state.tensors_of(root)
-    for view, copied, values in zip(state.views, copies, expected, strict=True):
+    copies = flat({key: root[key] for key in root})
+    for path, view in views.items():
+        copied = copies[path]
         assert (copied.dtype, copied.shape) == (view.dtype, view.shape)
         assert copied.numel() or copied.stride() == view.stride
-        assert bits(copied) == values
-    assert all(root["tied"][number] is copies[number] for number in root["tied"])
+        assert bits(copied) == expected[path]
+    assert all(root[str(number)] is tied for number, tied in root["tied"].items())
 
-    dense = [
-        (view, copied) for view, copied in zip(state.views, copies, strict=True) if copied.numel() and view.is_dense()
-    ]
+    dense = [(view, copies[path]) for path, view in views.items() if copies[path].numel() and view.is_dense()]
     for (one, one_copy), (other, other_copy) in itertools.combinations(dense, 2):
         assert one_copy.stride() == one.stride
         if one_copy.untyped_storage().data_ptr() != other_copy.untyped_storage().data_ptr():
