@@ -10,6 +10,7 @@ import weakref
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -267,11 +268,7 @@ def test_waits_in_synchronize_staging_for_the_copy_and_raises_its_failure(monkey
     assert isinstance(future, Future)
     assert future.done()
     del future
-
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("an ECC error")
-
-    monkeypatch.setattr(stager_module, "run_copies", fails)
+    monkeypatch.setattr(stager_module, "run_copies", mock.Mock(side_effect=RuntimeError("an ECC error")))
     failing = stager.stage(state(2, 1 << 20))
     with pytest.raises(StagingError, match="an ECC error"):
         stager.synchronize_staging()
@@ -286,12 +283,8 @@ def test_gives_its_memory_back_after_a_copy_that_fails(
     monkeypatch: pytest.MonkeyPatch, beside: bool, failure: BaseException
 ) -> None:
     stager = Stager(StagingOptions(use_async_staging=beside, unread_timeout_s=math.inf))
-
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise failure
-
     with monkeypatch.context() as patch:
-        patch.setattr(stager_module, "run_copies", fails)
+        patch.setattr(stager_module, "run_copies", mock.Mock(side_effect=failure))
         with pytest.raises((StagingError, KeyboardInterrupt)) as caught:
             finished(stager.stage(state(1)))
     assert caught.value is failure or caught.value.__cause__ is failure

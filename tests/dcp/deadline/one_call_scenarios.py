@@ -132,10 +132,10 @@ def fail_at_each_item(rank: int, world: int, url: str) -> list[Told | None]:
 
 
 def attempt(rank: int, world: int, by: str, url: str, **options: Any) -> Told | None:
-    """The error of one call that all ranks make, of which rank 1's planner may fail."""
+    """The error of one call of all ranks, at a URL that may hold `{rank}`; the planner of rank 1 may fail."""
     if options.pop("fails", False):
         options["planner"] = At(0, on_fire if rank == 1 else None)
-    return told(lambda: getattr(bp, by)(state(rank, 2.0), url, **options))
+    return told(lambda: getattr(bp, by)(state(rank, 2.0), url.format(rank=rank), **options))
 
 
 def call(rank: int, url: str, loads: bool, action: Callable[[], None] | None, deadline_s: float) -> Told | None:
@@ -159,10 +159,6 @@ def stay_away_once(rank: int, world: int, url: str) -> tuple[Told | None, Told |
     first = told(lambda: bp.save(state(rank, 2.0), url, deadline_s=4)) if rank == 0 else None
     dist.barrier()
     return first, told(lambda: bp.save(state(rank, 3.0), url))
-
-
-def save_to_different(rank: int, world: int, url: str) -> Told | None:
-    return told(lambda: bp.save(state(rank, 2.0), f"{url}-{rank}", deadline_s=2 * HANGS_S))
 
 
 class Broken:

@@ -131,7 +131,8 @@ def test_names_a_rank_that_never_comes_and_takes_it_back_at_its_next_call(two_ra
 
 
 def test_tells_ranks_at_once_that_they_do_different_things(two_ranks: Ranks, tmp_path: Path) -> None:
-    for error in two_ranks.run(scenarios.save_to_different, f"file://{tmp_path}/step"):
+    url = f"file://{tmp_path}/step-{{rank}}"
+    for error in two_ranks.run(partial(scenarios.attempt, by="save", url=url, deadline_s=2 * scenarios.HANGS_S)):
         assert error[0] == "RanksDisagreeError"
         assert "The ranks make different calls at the same time: rank 0: The save of " in error[1]
         assert "step-0; rank 1: The save of " in error[1]
@@ -159,19 +160,6 @@ def test_saves_in_two_groups_of_a_job_side_by_side(four_ranks: Ranks, tmp_path: 
     assert answers == [{0.0}, {1.0}, {0.0}, {1.0}]
 
 
-def check_lost(outcomes: list[Outcome], number: int, text: str) -> None:
-    *others, lost = outcomes
-    for outcome in others:
-        assert outcome.value is not None, outcome
-        assert text in outcome.value[1]
-        assert outcome.value[2] == 2
-    if number == signal.SIGKILL:
-        assert lost.died
-    else:
-        assert lost.value is not None, "it raises too, once it goes on"
-        assert lost.value[0] == "BucketpointError"
-
-
 @pytest.mark.parametrize(
     ("number", "loads"),
     [
@@ -192,8 +180,16 @@ def test_names_a_lost_rank_on_all_others(tmp_path: Path, number: int, loads: boo
         outcomes = job.run(
             scenarios.lose_the_last, url, number, loads, deadline_s, job.groups, timeout_s=2 * scenarios.HANGS_S
         )
-    late = number == signal.SIGSTOP
-    check_lost(outcomes, number, "12 s: rank 2 does not answer" if late else "failed: rank 2 does not answer")
+    *others, lost = outcomes
+    for outcome in others:
+        assert outcome.value is not None, outcome
+        assert ("12 s" if number == signal.SIGSTOP else "failed") + ": rank 2 does not answer" in outcome.value[1]
+        assert outcome.value[2] == 2
+    if number == signal.SIGKILL:
+        assert lost.died
+    else:
+        assert lost.value is not None, "it raises too, once it goes on"
+        assert lost.value[0] == "BucketpointError"
     assert what_lies_at(url) == OLD
 
 

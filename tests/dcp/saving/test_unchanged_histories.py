@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_keeps_any_history_of_one_process(data: st.DataObject) -> None:
                 continue
             elif event == "fail":
                 with pytest.MonkeyPatch.context() as patch, pytest.raises(dcp.CheckpointException):
-                    patch.setattr("bucketpoint.dcp.writer.commit", _fails)
+                    patch.setattr("bucketpoint.dcp.writer.commit", mock.Mock(side_effect=StoppedError))
                     run.save(state, step, writer)
                 continue
             elif event == "again" and held:
@@ -136,10 +137,6 @@ def test_keeps_any_history_of_one_process(data: st.DataObject) -> None:
             assert_holds(run.url(step), state)
         for step, content in held.items():
             assert_loads(content, BucketReader(run.url(step), progress=False))
-
-
-def _fails(*args: Any, **kwargs: Any) -> None:
-    raise StoppedError
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------

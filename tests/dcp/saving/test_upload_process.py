@@ -252,12 +252,6 @@ SMALL_SHM = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
 """A mount namespace of its own, in which /dev/shm has the size that a container has by default."""
 
 
-def ends(command: list[str], text: str | None = None) -> list[dict[str, object]]:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=180, env=environment())
-    assert done.returncode == 0, done.stderr
-    return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: str(said["rank"]))
-
-
 @pytest.mark.broad
 @pytest.mark.parametrize("how", ["torchrun", "spawn", "notebook", "small shm"])
 def test_uploads_by_a_process_that_ends_however_training_was_started(how: str, tmp_path: Path) -> None:
@@ -271,7 +265,10 @@ def test_uploads_by_a_process_that_ends_however_training_was_started(how: str, t
         if subprocess.run([*SMALL_SHM, "true"], capture_output=True).returncode:
             pytest.skip("this system lets no user make a mount namespace")
         before = [*SMALL_SHM, 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh", *PYTHON]
-    said = ends([*before, "-" if text else str(PROGRAM), url, how], text)
+    command = [*before, "-" if text else str(PROGRAM), url, how]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=180, env=environment())
+    assert done.returncode == 0, done.stderr
+    said = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: str(said["rank"]))
     ranks = 2 if how in ("torchrun", "spawn") else 1
     assert said == [{"rank": rank, "helper": True, "ended": True} for rank in range(ranks)]
     assert verify(open_checkpoint(url)).ok
