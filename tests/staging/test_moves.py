@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -62,39 +63,44 @@ def test_joins_tensors_that_touch_to_one_region_in_their_places() -> None:
         assert stager.staged_bytes <= 4000 + 64
 
 
-def test_leaves_no_thread_that_writes_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = threading.Event()
-    writing: list[int] = []
-    memmove = ctypes.memmove
+class Moves:
+    """Copies of bytes that take a while, or that fail on the main thread or on those that help it."""
 
-    def interrupted(target: int, source: int, size: int) -> Any:
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-        writing.append(size)
-        slow.wait(0.2)
-        memmove(target, source, size)
-        writing.pop()
+    def __init__(self) -> None:
+        self.writing: list[int] = []
+        self.on_main: BaseException | None = None
+        self.on_helper: BaseException | None = None
+        self._memmove = ctypes.memmove
 
-    monkeypatch.setattr(ctypes, "memmove", interrupted)
-    stager = Stager()
-    with pytest.raises(KeyboardInterrupt):
-        stager.stage({"w": torch.ones(5000)})
-    assert not writing
-    monkeypatch.undo()
-    assert finished(stager.stage({"w": torch.ones(5000)}))["w"].sum() == 5000
-    stager.close()
+    def __call__(self, target: int, source: int, size: int) -> None:
+        error = self.on_main if threading.current_thread() is threading.main_thread() else self.on_helper
+        if error is not None:
+            raise error
+        self.writing.append(size)
+        time.sleep(0.05)
+        self._memmove(target, source, size)
+        self.writing.pop()
 
 
-def test_fails_the_save_by_a_failure_on_a_helping_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    memmove = ctypes.memmove
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> Moves:
+    moves = Moves()
+    monkeypatch.setattr(ctypes, "memmove", moves)
+    return moves
 
-    def fails(target: int, source: int, size: int) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError("no room")
-        threading.Event().wait(0.01)
-        return memmove(target, source, size)
 
-    monkeypatch.setattr(ctypes, "memmove", fails)
+def test_leaves_no_thread_that_writes_after_an_interrupt(moves: Moves) -> None:
+    moves.on_main = KeyboardInterrupt()
+    with Stager() as stager:
+        with pytest.raises(KeyboardInterrupt):
+            stager.stage({"w": torch.ones(5000)})
+        assert not moves.writing
+        moves.on_main = None
+        assert finished(stager.stage({"w": torch.ones(5000)}))["w"].sum() == 5000
+
+
+def test_fails_the_save_by_a_failure_on_a_helping_thread(moves: Moves) -> None:
+    moves.on_helper = MemoryError("no room")
     with Stager() as stager, pytest.raises(Exception, match="no room"):
         stager.stage({"w": torch.ones(5000)})
 
@@ -123,10 +129,9 @@ def test_stages_a_tensor_as_it_is_now_whatever_was_done_to_the_last_copy() -> No
         assert not finished(stager.stage({"w": w.detach()}))["w"].requires_grad
 
 
-def test_leaves_no_thread_that_writes_if_the_system_refuses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_no_thread_that_writes_if_the_system_refuses_one(monkeypatch: pytest.MonkeyPatch, moves: Moves) -> None:
     refused: list[str] = []
-    writing: list[int] = []
-    begin, memmove = threading.Thread.start, ctypes.memmove
+    begin = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
         if thread.name.startswith("bucketpoint-copy") and not thread.name.endswith("_0"):
@@ -134,18 +139,11 @@ def test_leaves_no_thread_that_writes_if_the_system_refuses_one(monkeypatch: pyt
             raise RuntimeError("can't start new thread")
         begin(thread)
 
-    def slow(target: int, source: int, size: int) -> Any:
-        writing.append(size)
-        threading.Event().wait(0.05)
-        memmove(target, source, size)
-        writing.pop()
-
     monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(ctypes, "memmove", slow)
     with Stager() as stager:
         staged = finished(stager.stage({"w": torch.ones(5000)}))
         assert refused
-        assert not writing
+        assert not moves.writing
         assert staged["w"].sum() == 5000
 
 

@@ -169,24 +169,17 @@ def test_counts_no_request_after_a_save_or_a_load_as_theirs() -> None:
     assert dict(reader._counts) == counted
 
 
-class LoadingPlanner(SavePlanner):
-    """A planner that loads another checkpoint in the middle of a save."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__()
-        self._url = url
-
-    def finish_plan(self, new_plan: Any) -> Any:
-        dcp.load(state(1), checkpoint_id=self._url, storage_reader=BucketReader(), no_dist=True)
-        return super().finish_plan(new_plan)
-
-
 def test_leaves_requests_of_a_save_with_it_during_a_load_within() -> None:
     run = "memory://bucket/loading run of test_stats"
+
+    class Loading(SavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            dcp.load(state(1), checkpoint_id=f"{run}/step-1", storage_reader=BucketReader(), no_dist=True)
+            return super().finish_plan(new_plan)
+
     plain, loading = BucketWriter(), BucketWriter()
     dcp.save(state(1), checkpoint_id=f"{run}/step-1", storage_writer=plain, no_dist=True)
-    planner = LoadingPlanner(f"{run}/step-1")
-    dcp.save(state(1), checkpoint_id=f"{run}/step-2", storage_writer=loading, planner=planner, no_dist=True)
+    dcp.save(state(1), checkpoint_id=f"{run}/step-2", storage_writer=loading, planner=Loading(), no_dist=True)
     assert loading.stats.requests["put"] == plain.stats.requests["put"] > 0
 
 
