@@ -85,25 +85,20 @@ def test_sends_everything_unless_a_writer_is_told_to_copy(run: Run) -> None:
 # -- what happens to the source ---------------------------------------------------------------------------------------
 
 
-def weights(run: Run, step: int) -> tuple[Any, list[Any]]:
-    """Return the store of a checkpoint, and the objects in it that are worth a copy."""
-    store, found = run.objects(step)
-    return store, [info for info in found.values() if info.size > MIB]
-
-
 def without(run: Run) -> None:
-    store, found = weights(run, 1)
-    assert store.delete([info.key for info in found]) == []
+    store, found = run.objects(1)
+    assert store.delete([info.key for info in found.values() if info.size > MIB]) == []
 
 
 def replaced(run: Run) -> None:
     """Put other bytes of the same size where the weights lie, with the same table of digests."""
-    store, found = weights(run, 1)
-    for info in found:
-        data = bytearray(store.get(info.key)[0])
-        middle = len(data) // 2
-        data[middle : middle + 1000] = bytes(1000)
-        store.put(info.key, [memoryview(data)])
+    store, found = run.objects(1)
+    for info in found.values():
+        if info.size > MIB:
+            data = bytearray(store.get(info.key)[0])
+            middle = len(data) // 2
+            data[middle : middle + 1000] = bytes(1000)
+            store.put(info.key, [memoryview(data)])
 
 
 LOST: dict[str, Callable[[Run], None]] = {
