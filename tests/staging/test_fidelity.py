@@ -409,22 +409,22 @@ def freed() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("make", "said"),
     [
-        (Stubborn(), "never"),
-        (threading.Lock(), "lock"),
-        (torch.empty(2, device="meta"), "meta device has no data"),
-        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided), ""),
-        (Opaque(torch.ones(2), torch.ones(1), ""), ""),
-        (freed(), r"shape \(3,\) has no memory"),
+        (Stubborn, "never"),
+        (threading.Lock, "lock"),
+        (lambda: torch.empty(2, device="meta"), "meta device has no data"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided), ""),
+        (lambda: Opaque(torch.ones(2), torch.ones(1), ""), ""),
+        (freed, r"shape \(3,\) has no memory"),
     ],
     ids=["object", "lock", "meta", "nested", "a wrapper that does not say what it wraps", "freed"],
 )
 @sync_and_async
-def test_refuses_at_once_what_cannot_be_copied(value: Any, said: str, beside: bool) -> None:
+def test_refuses_at_once_what_cannot_be_copied(make: Any, said: str, beside: bool) -> None:
     stager = Stager(StagingOptions(use_async_staging=beside))
     with pytest.raises(StagingError, match=said) as caught:
-        stager.stage({"fine": torch.ones(1), "app": {"things": [1, value]}})
+        stager.stage({"fine": torch.ones(1), "app": {"things": [1, make()]}})
     assert caught.value.key == "app.things.1"
     assert stager.staged_bytes == 0
     finished(stager.stage({"w": torch.ones(1)}))

@@ -63,7 +63,7 @@ def test_saves_through_a_checkpoint_process(one_rank: Ranks, tmp_path: Any, scen
     one_rank.run(scenario, str(tmp_path))
 
 
-def test_sends_a_staged_state_in_the_memory_where_it_lies_and_which_stays_the_stagers() -> None:
+def test_sends_a_staged_state_in_the_memory_where_it_lies_and_which_the_stager_keeps() -> None:
     with Stager() as stager:
         staged: Any = stager.stage({"a": torch.ones(1000), "b": {"c": torch.ones(10)}})
         before = staged["a"].data_ptr(), staged["b"]["c"].data_ptr()

@@ -204,9 +204,7 @@ def assert_told_on_the_coordinator_alone(told: Sequence[list[tuple[str, int]]], 
     assert not any(told[1:])
 
 
-def test_gives_the_coordinator_the_spread_over_the_ranks_and_the_commit(
-    four_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_gives_the_coordinator_the_spread_over_the_ranks_and_the_commit(four_ranks: Ranks, tmp_path: Path) -> None:
     stats, told = zip(*four_ranks.run(figures_of_ranks, str(tmp_path), "thread"), strict=True)
     assert_told_on_the_coordinator_alone(told, tmp_path)
     assert [each.rank for each in stats] == [0, 1, 2, 3]

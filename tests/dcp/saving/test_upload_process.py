@@ -106,7 +106,7 @@ def test_falls_back_to_threads_for_what_a_process_cannot_do_and_says_so_once(
         save(writer, "memory://uploads/c")
 
 
-def test_uploads_by_threads_what_the_process_does_not_and_large_states_by_the_process(
+def test_uploads_by_threads_what_the_process_does_not_and_large_states_by_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, large: dict[str, Any]
 ) -> None:
     failures: dict[str, tuple[BucketpointError, int]] = {
