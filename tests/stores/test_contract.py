@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import itertools
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -76,7 +75,6 @@ class Case:
     knows_gone_uploads: bool = True
     """moto answers 500 for them."""
     takes_parts_of_gone_uploads: bool = False
-    """Not where listings are those of another case here, and a thousand objects would show nothing new."""
     conditional_delete: bool = True
     expiring_delete: bool = False
     ignores_delete_conditions: bool = False
@@ -129,22 +127,21 @@ def put_and_die(store: Store, key: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
-def begin_and_die(store: Store, key: str, call: int) -> bool:
-    """Begin an upload in a process that is killed after its `call`-th call of the system. False if it ends before."""
-    if not (child := os.fork()):
-        calls = itertools.count(1)
+def left_by_kills(root: Path, change: Callable[[], object]) -> list[Path]:
+    """What a process leaves in the folder that is killed behind each call of the system in the change."""
+    copies: list[Path] = []
 
-        def die(frame: object, event: str, of: object) -> None:
-            changes = getattr(of, "__module__", "") == "posix" or hasattr(getattr(of, "__self__", None), "fileno")
-            if event == "c_return" and changes and next(calls) == call:
-                os._exit(9)
+    def keep(frame: object, event: str, of: object) -> None:
+        changes = getattr(of, "__module__", "") == "posix" or hasattr(getattr(of, "__self__", None), "fileno")
+        if event == "c_return" and changes:
+            copies.append(shutil.copytree(root, root.with_name(f"{root.name}-{len(copies)}")))
 
-        try:
-            sys.setprofile(die)
-            store.create_multipart(key)
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    sys.setprofile(keep)
+    try:
+        change()
+    finally:
+        sys.setprofile(None)
+    return copies
 
 
 def fsspec_case(found: Backend) -> Case:
@@ -196,26 +193,25 @@ def store(case: Case) -> Store:
     return case.store
 
 
-def test_reads_what_was_put_back_whole(store: Store) -> None:
+def test_reads_and_replaces_what_was_put_back_whole_also_through_a_pickle(store: Store) -> None:
     info = store.put("a/b", views(b"hello ", b"", b"world"))
     data, found = store.get("a/b")
     assert data == b"hello world"
     assert (found.key, found.size, found.etag) == ("a/b", 11, info.etag)
     assert store.head("a/b").size == 11
     assert store.head("a/b").etag == info.etag is not None
-
-
-def test_puts_and_reads_an_empty_object(store: Store) -> None:
+    second = store.put("a/b", views(b"two"))
+    assert store.get("a/b")[0] == b"two"
+    assert info.etag != second.etag
     store.put("empty", [], crc32c=0)
     assert store.get("empty")[0] == b""
     assert store.head("empty").size == 0
-
-
-def test_replaces_what_was_there_and_its_etag_by_a_put(store: Store) -> None:
-    first = store.put("k", views(b"one"))
-    second = store.put("k", views(b"two"))
-    assert store.get("k")[0] == b"two"
-    assert first.etag != second.etag
+    many = bytes(range(250)) * 20
+    store.put("many", [memoryview(many)[at : at + 1] for at in range(len(many))])
+    assert store.get("many")[0] == many
+    again = pickle.loads(pickle.dumps(store))
+    assert again == store
+    assert again.get("a/b")[0] == b"two"
 
 
 def test_refuses_a_checksum_that_does_not_fit_the_body_and_writes_nothing(case: Case) -> None:
@@ -227,46 +223,51 @@ def test_refuses_a_checksum_that_does_not_fit_the_body_and_writes_nothing(case: 
         store.put("bad", views(b"body"), crc32c=checksums.crc32c(b"other"))
     with pytest.raises(ObjectNotFoundError):
         store.head("bad")
+    if store.capabilities.multipart:
+        upload = store.create_multipart("k")
+        with pytest.raises(CorruptDataError):
+            store.put_part("k", upload, 1, views(b"body"), crc32c=1)
+        store.abort_multipart("k", upload)
 
 
-def test_refuses_an_object_larger_than_expected_in_get(store: Store) -> None:
-    store.put("k", views(b"x" * 100))
+def test_reads_the_first_bytes_of_an_object_and_refuses_a_larger_one_than_expected(store: Store) -> None:
+    body = bytes(range(100))
+    written = store.put("k", views(body))
+    store.put("empty", views(b""))
+    for first in (1, 99, 100, 101, 5000):
+        data, info = store.get("k", max_bytes=5000, first=first)
+        assert (data, info.size, info.etag) == (body[:first], 100, written.etag)
+        data, info = store.get("empty", first=first)
+        assert (data, info.size) == (b"", 0)
+        with pytest.raises(ObjectNotFoundError):
+            store.get("absent", first=first)
     assert store.get("k", max_bytes=100)[1].size == 100
     with pytest.raises(CorruptDataError):
         store.get("k", max_bytes=99)
-    assert store.get("k")[0] == b"x" * 100
+    assert store.get("k")[0] == body
 
 
-@pytest.mark.parametrize("first", [1, 99, 100, 101, 5000])
-def test_returns_the_first_bytes_of_an_object_with_its_size_and_etag(store: Store, first: int) -> None:
-    body = bytes(range(100))
-    written = store.put("k", views(body))
-    data, info = store.get("k", max_bytes=5000, first=first)
-    assert data == body[:first]
-    assert info.size == 100
-    assert info.etag == written.etag
-    store.put("empty", views(b""))
-    assert store.get("empty", first=first)[0] == b""
-    assert store.get("empty", first=first)[1].size == 0
-    with pytest.raises(ObjectNotFoundError):
-        store.get("absent", first=first)
-
-
-@pytest.mark.parametrize("key", ODD_KEYS)
-def test_returns_odd_keys_exactly(store: Store, key: str) -> None:
-    store.put(key, views(key.encode()))
-    assert store.get(key)[0] == key.encode()
-    assert store.head(key).key == key
-    assert [info.key for info in store.list("")] == [key]
-    assert [info.key for info in store.list(key)] == [key]
-    assert [info.key for info in store.list(key[:-1])] == [key]
-    buffer, views_ = room(len(key.encode()))
-    store.read_into(key, 0, views_)
-    assert bytes(buffer) == key.encode()
-    store.copy(store.head(key), "copies/" + key)
-    assert store.get("copies/" + key)[0] == key.encode()
-    assert store.delete([key, "copies/" + key]) == []
-    assert list(store.list("")) == []
+def test_returns_odd_keys_exactly(store: Store) -> None:
+    for key in ODD_KEYS:
+        store.put(key, views(key.encode()))
+        assert store.get(key)[0] == key.encode()
+        assert store.head(key).key == key
+        assert [info.key for info in store.list("")] == [key]
+        assert [info.key for info in store.list(key)] == [key]
+        assert [info.key for info in store.list(key[:-1])] == [key]
+        buffer, views_ = room(len(key.encode()))
+        store.read_into(key, 0, views_)
+        assert bytes(buffer) == key.encode()
+        store.copy(store.head(key), "copies/" + key)
+        assert store.get("copies/" + key)[0] == key.encode()
+        assert store.delete([key, "copies/" + key]) == []
+        assert list(store.list("")) == []
+        if store.capabilities.multipart:
+            upload = store.create_multipart(key)
+            part = store.put_part(key, upload, 1, views(b"abc"))
+            store.complete_multipart(key, upload, [part])
+            assert store.get(key)[0] == b"abc"
+            assert store.delete([key]) == []
 
 
 def test_writes_and_reads_two_slashes_in_a_row_as_given(case: Case) -> None:
@@ -281,16 +282,7 @@ def test_writes_and_reads_two_slashes_in_a_row_as_given(case: Case) -> None:
         assert [info.key for info in store.list("a/")] == ["a//b"]
 
 
-@in_parts
-def test_uploads_odd_keys_in_parts(case: Case) -> None:
-    for key in ODD_KEYS:
-        upload = case.store.create_multipart(key)
-        part = case.store.put_part(key, upload, 1, views(b"abc"))
-        case.store.complete_multipart(key, upload, [part])
-        assert case.store.get(key)[0] == b"abc"
-
-
-def test_receives_a_range_into_the_callers_buffers_in_order(store: Store) -> None:
+def test_receives_ranges_into_the_callers_buffers_and_refuses_one_beyond_the_end(store: Store) -> None:
     content = bytes(range(256)) * 1024
     store.put("k", views(content))
     for offset, sizes in [
@@ -300,6 +292,8 @@ def test_receives_a_range_into_the_callers_buffers_in_order(store: Store) -> Non
         (7, [1, 0, 3, 100_003, 5, 70_000, 1]),
         (1000, [10] * 5000),
         (3, [40_000, 1, 40_000, 2, 3]),
+        (3, []),
+        (3, [0]),
     ]:
         memory = bytearray(b"\xaa" * (sum(sizes) + 2 * len(sizes)))
         buffers, at = [], 0
@@ -309,20 +303,10 @@ def test_receives_a_range_into_the_callers_buffers_in_order(store: Store) -> Non
         store.read_into("k", offset, buffers)
         assert b"".join(buffers) == content[offset : offset + sum(sizes)]
         # Nothing between the buffers is touched.
-        assert memory[at - 2 :] == b"\xaa\xaa"
-
-
-def test_treats_a_range_that_ends_or_begins_beyond_the_object_as_corrupt(store: Store) -> None:
-    store.put("k", views(b"0123456789"))
-    for offset, size in [(5, 6), (10, 1), (1000, 10), (0, 11)]:
+        assert memory[at - 2 :] == b"\xaa\xaa"[: len(memory)]
+    for offset, size in [(len(content) - 5, 6), (len(content), 1), (2 * len(content), 10), (0, len(content) + 1)]:
         with pytest.raises(CorruptDataError):
             store.read_into("k", offset, room(size)[1])
-
-
-def test_asks_nothing_for_an_empty_range(store: Store) -> None:
-    store.put("k", views(b"0123456789"))
-    store.read_into("k", 3, [])
-    store.read_into("k", 3, room(0)[1])
 
 
 def test_refuses_a_replaced_object_in_a_pinned_read(store: Store) -> None:
@@ -355,16 +339,11 @@ def test_raises_object_not_found_for_a_missing_key(store: Store) -> None:
 
 
 @conditions
-def test_replaces_nothing_by_a_create_only_put(store: Store) -> None:
-    store.put("k", views(b"first"), if_none_match=True)
+def test_replaces_only_the_object_that_a_conditional_put_names(store: Store) -> None:
+    first = store.put("k", views(b"first"), if_none_match=True)
     with pytest.raises(PreconditionFailedError):
-        store.put("k", views(b"second"), if_none_match=True)
+        store.put("k", views(b"not the first"), if_none_match=True)
     assert store.get("k")[0] == b"first"
-
-
-@conditions
-def test_replaces_only_the_object_it_names_by_an_if_match_put(store: Store) -> None:
-    first = store.put("k", views(b"first"))
     second = store.put("k", views(b"second"), if_match=first.etag)
     with pytest.raises(PreconditionFailedError):
         store.put("k", views(b"third"), if_match=first.etag)
@@ -398,12 +377,13 @@ def test_lets_one_of_concurrent_conditional_puts_win(store: Store, over: bool) -
 
 
 @in_parts
-def test_joins_parts_sent_in_any_order_in_the_order_of_their_numbers(case: Case) -> None:
+def test_joins_parts_sent_in_any_order_and_with_gaps_by_their_numbers(case: Case) -> None:
     store, size = case.store, case.part_bytes
-    bodies = {1: b"a" * size, 2: b"b" * size, 3: b"c" * 17}
+    bodies = {2: b"a" * size, 5: b"b" * size, 9: b"c" * 17}
     upload = store.create_multipart("up/load")
+    store.put_part("up/load", upload, 5, views(b"replaced by the one that is sent again"))
     parts = []
-    for number in (3, 1, 2):
+    for number in (9, 2, 5):
         half = len(bodies[number]) // 2
         body = views(bodies[number][:half], bodies[number][half:])
         parts.append(store.put_part("up/load", upload, number, body, crc32c=checksums.crc32c(bodies[number])))
@@ -411,7 +391,7 @@ def test_joins_parts_sent_in_any_order_in_the_order_of_their_numbers(case: Case)
         store.head("up/load")
     assert list(store.list("")) == []
     info = store.complete_multipart("up/load", upload, parts)
-    whole = bodies[1] + bodies[2] + bodies[3]
+    whole = b"".join(bodies.values())
     assert store.get("up/load")[0] == whole
     assert info.size == store.head("up/load").size == len(whole)
     assert info.etag == store.head("up/load").etag
@@ -419,68 +399,27 @@ def test_joins_parts_sent_in_any_order_in_the_order_of_their_numbers(case: Case)
 
 
 @in_parts
-def test_lets_the_caller_number_parts_and_leave_gaps(case: Case) -> None:
-    store = case.store
-    upload = store.create_multipart("k")
-    parts = [
-        store.put_part("k", upload, 7, views(b"tail")),
-        store.put_part("k", upload, 2, views(b"h" * case.part_bytes)),
-    ]
-    store.complete_multipart("k", upload, parts)
-    assert store.get("k")[0] == b"h" * case.part_bytes + b"tail"
-
-
-@in_parts
-def test_replaces_the_earlier_part_by_one_sent_again(case: Case) -> None:
-    store = case.store
-    upload = store.create_multipart("k")
-    store.put_part("k", upload, 1, views(b"wrong"))
-    part = store.put_part("k", upload, 1, views(b"right!"))
-    store.complete_multipart("k", upload, [part])
-    assert store.get("k")[0] == b"right!"
-
-
-@in_parts
-def test_refuses_a_part_that_fails_its_checksum(case: Case) -> None:
-    if not case.verifies:
-        pytest.skip("nobody verifies checksums here")
-    upload = case.store.create_multipart("k")
-    with pytest.raises(CorruptDataError):
-        case.store.put_part("k", upload, 1, views(b"body"), crc32c=1)
-    case.store.abort_multipart("k", upload)
-
-
-@in_parts
-def test_leaves_nothing_of_an_aborted_upload_and_aborts_it_again(case: Case) -> None:
-    store = case.store
+def test_leaves_nothing_of_an_aborted_upload_and_neither_completes_nor_feeds_it(case: Case) -> None:
+    store, gone = case.store, UploadNotFoundError if case.knows_gone_uploads else StoreError
     upload = store.create_multipart("up/load")
-    store.put_part("up/load", upload, 1, views(b"x" * 100))
-    assert [open_.key for open_ in store.list_multipart("up/load")] == ["up/load"]
-    assert [open_.upload_id for open_ in store.list_multipart("up/load")] == [upload]
+    part = store.put_part("up/load", upload, 1, views(b"x" * 100))
+    assert [(open_.key, open_.upload_id) for open_ in store.list_multipart("up/load")] == [("up/load", upload)]
     store.abort_multipart("up/load", upload)
     store.abort_multipart("up/load", upload)
     assert case.left_behind() == []
     assert list(store.list_multipart("up/load")) == []
+    with pytest.raises(gone):
+        store.complete_multipart("up/load", upload, [part])
+    assert list(store.list("")) == []
     if case.takes_parts_of_gone_uploads:
         store.put_part("up/load", upload, 2, views(b"y"))
         assert [open_.upload_id for open_ in store.list_multipart("up/load")] == [upload]
         return
-    with pytest.raises(UploadNotFoundError if case.knows_gone_uploads else StoreError):
+    with pytest.raises(gone):
         store.put_part("up/load", upload, 2, views(b"y"))
 
 
-@in_parts
-def test_says_that_an_upload_is_gone_when_it_is_completed(case: Case) -> None:
-    store = case.store
-    upload = store.create_multipart("k")
-    part = store.put_part("k", upload, 1, views(b"x"))
-    store.abort_multipart("k", upload)
-    with pytest.raises(UploadNotFoundError if case.knows_gone_uploads else StoreError):
-        store.complete_multipart("k", upload, [part])
-    assert list(store.list("")) == []
-
-
-def test_lists_keys_by_prefix_in_order(store: Store) -> None:
+def test_lists_keys_by_prefix_in_order_and_each_folder_once(store: Store) -> None:
     keys = ["a/1", "a/10", "a/2", "a/b/c", "a-b", "ab/x", "b"]
     for key in keys:
         store.put(key, views(key.encode()))
@@ -491,38 +430,24 @@ def test_lists_keys_by_prefix_in_order(store: Store) -> None:
     described = next(iter(store.list("a/10")))
     assert (described.size, described.etag) == (4, store.head("a/10").etag)
     assert described.modified is None or described.modified > 1e9
-
-
-def test_lists_each_folder_below_once(store: Store) -> None:
-    for key in ["run/step-1/.metadata", "run/step-1/data/x", "run/step-10/y", "run/step 2/z", "run/file", "other/q"]:
+    for key in ["run/step-1/.metadata", "run/step-1/data/x", "run/step-10/y", "run/step 2/z", "run/file"]:
         store.put(key, views(b"x"))
     assert list(store.list_folders("run/")) == ["run/step 2/", "run/step-1/", "run/step-10/"]
-    assert list(store.list_folders("")) == ["other/", "run/"]
+    assert list(store.list_folders("")) == ["a/", "ab/", "run/"]
     assert list(store.list_folders("none/")) == []
 
 
 def test_lists_and_deletes_beyond_the_page_limit_of_a_thousand(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     store = case.store
-    # GCS takes the size of a page, and batches of 100.
+    # GCS takes the size of a page, and batches of 100. Pages of other stores are no business of ours.
     monkeypatch.setattr(gcs_bucket, "MAX_PAGE_KEYS", 100)
-    count = 1203 if isinstance(store, S3Store) else 1003
-    if isinstance(store, GCSStore | FsspecStore):
-        # Pages of fsspec's filesystems are no business of ours.
-        count = 203
-    keys = [f"many/{number:04}" for number in range(count)]
+    keys = [f"many/{number:04}" for number in range(1002 if isinstance(store, S3Store) else 203)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda key: store.put(key, views(b"x")), keys))
     assert [info.key for info in store.list("many/")] == keys
-    assert store.delete([*keys[:-1], "many/never-was"]) == []
+    assert store.delete([*keys[:-1], "many/never-was", "not/here"]) == []
     assert [info.key for info in store.list("")] == keys[-1:]
-
-
-def test_succeeds_in_deleting_keys_that_are_not_there(store: Store) -> None:
-    store.put("here", views(b"x"))
-    assert store.delete(["not/here", "here", "nor/there"]) == []
     assert store.delete([]) == []
-    with pytest.raises(ObjectNotFoundError):
-        store.head("here")
 
 
 def test_deletes_on_condition_only_the_object_that_it_names(case: Case) -> None:
@@ -546,19 +471,14 @@ def test_deletes_on_condition_only_the_object_that_it_names(case: Case) -> None:
     assert case.left_behind() == []
 
 
-def test_makes_an_object_of_its_own_by_a_copy(store: Store) -> None:
+def test_makes_an_object_of_its_own_by_a_copy_also_of_a_source_without_an_etag(store: Store) -> None:
     store.put("from/a b", views(b"content"))
     info = store.copy(store.head("from/a b"), "to/c+d")
     assert info.size == 7
     assert info.etag == store.head("to/c+d").etag
+    store.copy(ObjectInfo("from/a b", 7), "copied")
     store.delete(["from/a b"])
-    assert store.get("to/c+d")[0] == b"content"
-
-
-def test_copies_a_source_without_an_etag_as_it_is(store: Store) -> None:
-    store.put("k", views(b"content"))
-    store.copy(ObjectInfo("k", 7), "copied")
-    assert store.get("copied")[0] == b"content"
+    assert store.get("to/c+d")[0] == store.get("copied")[0] == b"content"
 
 
 def test_refuses_a_copy_of_a_replaced_object_and_leaves_nothing(case: Case) -> None:
@@ -597,25 +517,20 @@ def test_names_a_missing_bucket_and_never_makes_it(case: Case) -> None:
         assert (caught.value.url or "").startswith(nowhere.url)
 
 
-def test_pickles_a_store_that_serves_afterwards(store: Store) -> None:
-    store.put("k", views(b"x"))
-    again = pickle.loads(pickle.dumps(store))
-    assert again == store
-    assert again.get("k")[0] == b"x"
-
-
 class TestS3:
     """What only S3 can get wrong."""
 
     @pytest.fixture
-    def store(self, s3: S3Server, bucket: str) -> S3Store:
-        return S3Store(bucket, S3Options.from_storage_options(s3.options))
+    def store(self, minio: S3Server) -> S3Store:
+        return S3Store(minio.make_bucket(), S3Options.from_storage_options(minio.options))
 
     def test_copies_in_parts_beyond_the_limit_of_one_request(
-        self, store: S3Store, monkeypatch: pytest.MonkeyPatch
+        self, minio: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         content = b"0123456789abcdef" * (11 * MIB // 16)
-        store.put("big", views(content))
+        store.copy(store.put("big", views(content)), "copied at once")
+        head = minio.client().head_object
+        assert len({head(Bucket=store.bucket, Key=key)["ContentType"] for key in minio.keys(store.bucket)}) == 1
         monkeypatch.setattr(s3_store, "SILENT_COPY_BYTES", 5 * MIB)
         info = store.copy(store.head("big"), "copy of big")
         assert store.get("copy of big")[0] == content
@@ -624,36 +539,20 @@ class TestS3:
         assert info.etag is not None
         assert info.etag.endswith("-3")
 
-    def test_refuses_a_copy_in_parts_of_an_object_that_was_replaced(
-        self, s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
+    def test_leaves_no_upload_of_a_copy_in_parts_that_fails(
+        self, minio: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        first = store.put("big", views(b"0" * (6 * MIB)))
-        store.put("big", views(b"1" * (6 * MIB)))
+        replaced = store.put("big", views(b"0" * (6 * MIB)))
+        info = store.put("big", views(b"1" * (6 * MIB)))
         monkeypatch.setattr(s3_store, "SILENT_COPY_BYTES", 5 * MIB)
-        if s3.kind == "moto":
-            # It ignores the condition.
-            assert store.get(store.copy(first, "target").key)[0] == b"1" * (6 * MIB)
-            return
         with pytest.raises(PreconditionFailedError, match="/big"):
-            store.copy(first, "target")
-        assert s3.open_uploads(store.bucket, "target") == []
-        assert s3.keys(store.bucket) == ["big"]
-
-    def test_keeps_the_content_type_of_the_source_of_a_copy(self, s3: S3Server, store: S3Store) -> None:
-        store.copy(store.put("k", views(b"x")), "copied")
-        kinds = {key: s3.client().head_object(Bucket=store.bucket, Key=key)["ContentType"] for key in ("k", "copied")}
-        assert kinds["copied"] == kinds["k"]
-
-    def test_leaves_no_upload_of_a_failed_copy_in_parts(
-        self, s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        info = store.put("big", views(b"x" * (6 * MIB)))
+            store.copy(replaced, "target")
         # Parts below the service's minimum: completing is refused after the copies were made.
         monkeypatch.setattr(s3_store, "SILENT_COPY_BYTES", MIB)
         with pytest.raises(StoreError):
             store.copy(info, "target")
-        assert s3.open_uploads(store.bucket, "target") == []
-        assert s3.keys(store.bucket) == ["big"]
+        assert minio.open_uploads(store.bucket, "target") == []
+        assert minio.keys(store.bucket) == ["big"]
 
 
 class TestSignedDeletes:
@@ -708,12 +607,15 @@ class TestSignedDeletes:
 class TestDenied:
     """MinIO is the one that checks who asks."""
 
-    def test_reports_each_key_that_may_not_be_deleted_and_deletes_the_others(self, minio: S3Server) -> None:
+    def test_reports_each_key_that_may_not_be_deleted_and_deletes_the_others(
+        self, minio: S3Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(s3_store, "MAX_DELETE_KEYS", 3)
         bucket = minio.make_bucket()
         owner = S3Store(bucket, S3Options.from_storage_options(minio.options))
-        keys = [f"open/{number:04}" for number in range(1100)]
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda key: owner.put(key, views(b"x")), [*keys, "locked/1", "locked/2"]))
+        keys = ["open/1", "open/2", "open/3"]
+        for key in [*keys, "locked/1", "locked/2"]:
+            owner.put(key, views(b"x"))
         allowed = {"Effect": "Allow", "Action": ["s3:*"], "Resource": [f"arn:aws:s3:::{bucket}/open/*"]}
         limited = S3Store(bucket, S3Options.from_storage_options(minio.limited_options(allowed)))
         failures = limited.delete(["locked/1", *keys, "locked/2"])
@@ -725,17 +627,13 @@ class TestDenied:
 
 
 class TestLocal:
-    def test_finds_no_object_at_a_key_that_is_a_folder(self, tmp_path: Path) -> None:
-        store = LocalStore(str(tmp_path))
-        store.put("a/b", views(b"x"))
-        for call in (lambda: store.get("a"), lambda: store.head("a"), lambda: store.head("a/b/c")):
-            with pytest.raises(ObjectNotFoundError):
-                call()
-
-    def test_reports_what_cannot_be_deleted_by_key(self, tmp_path: Path) -> None:
+    def test_finds_no_object_at_a_key_that_is_a_folder_and_deletes_none(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))
         store.put("folder/file", views(b"x"))
         store.put("other", views(b"x"))
+        for call in (lambda: store.get("folder"), lambda: store.head("folder"), lambda: store.head("folder/file/c")):
+            with pytest.raises(ObjectNotFoundError):
+                call()
         failures = store.delete(["folder", "other"])
         assert [failure.key for failure in failures] == ["folder"]
         # Linux says that this is a folder, other systems that it is not permitted.
@@ -743,29 +641,14 @@ class TestLocal:
         assert failures[0].remedy
         assert [info.key for info in store.list("")] == ["folder/file"]
 
-    @pytest.mark.parametrize("offset", [8, 1 << 50, 1 << 62, 1 << 64])
-    def test_treats_an_offset_that_no_file_has_as_one_beyond_the_end(self, tmp_path: Path, offset: int) -> None:
+    def test_treats_an_offset_that_no_file_has_as_one_beyond_the_end(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))
         store.put("k", views(b"content"))
-        with pytest.raises(CorruptDataError, match="too short for the range"):
-            store.read_into("k", offset, [memoryview(bytearray(4))])
+        for offset in (8, 1 << 50, 1 << 62, 1 << 64):
+            with pytest.raises(CorruptDataError, match="too short for the range"):
+                store.read_into("k", offset, room(4)[1])
 
-    def test_leaves_the_old_object_and_nothing_else_after_a_write_that_fails(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store = LocalStore(str(tmp_path))
-        store.put("k", views(b"old"))
-
-        def full(*_: object) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr("bucketpoint.stores.local._write", full)
-        with pytest.raises(StoreError, match="No space left"):
-            store.put("k", views(b"new"))
-        assert store.get("k")[0] == b"old"
-        assert everything_below(tmp_path) == [str(tmp_path / "k")]
-
-    @pytest.mark.parametrize("name", ["k", "with-dashes", "ä" * 40], ids=["short", "dashes", "long"])
+    @pytest.mark.parametrize("name", ["with-dashes", "ä" * 40], ids=["dashes", "long"])
     def test_lists_what_a_killed_writer_left_and_aborts_it_by_the_key(self, tmp_path: Path, name: str) -> None:
         store, key = LocalStore(str(tmp_path)), f"a/b/{name}"
         (tmp_path / "a/b").mkdir(parents=True)
@@ -785,16 +668,16 @@ class TestLocal:
         assert not (tmp_path / "a/b").exists()
 
     def test_lists_and_aborts_an_upload_whose_process_was_killed_at_any_moment(self, tmp_path: Path) -> None:
-        store, made = LocalStore(str(tmp_path)), 0
-        for call in itertools.count(1):
-            if not begin_and_die(store, "a/k", call):
-                break
-            begun = list(tmp_path.rglob(".bucketpoint-*"))
-            made += bool(begun)
+        root = tmp_path / "root"
+        root.mkdir()
+        left = left_by_kills(root, lambda: LocalStore(str(root)).create_multipart("a/k"))
+        begun = [folder for folder in left if list(folder.rglob(".bucketpoint-*"))]
+        assert 0 < len(begun) < len(left)
+        for folder in begun:
+            store = LocalStore(str(folder))
             for upload in store.list_multipart("a/k"):
                 store.abort_multipart(upload.key, upload.upload_id)
-            assert list(tmp_path.rglob(".bucketpoint-*")) == [], call
-        assert 0 < made < call
+            assert list(folder.rglob(".bucketpoint-*")) == []
 
     def test_writes_a_name_as_long_as_the_filesystem_allows(self, tmp_path: Path) -> None:
         store, longest = LocalStore(str(tmp_path)), "k" * 255
@@ -889,15 +772,7 @@ class TestLocal:
                 done.result()
             assert store.get("k")[0] == b"new %d" % number
 
-    def test_writes_more_buffers_than_one_call_takes(self, tmp_path: Path) -> None:
-        store = LocalStore(str(tmp_path))
-        content = bytes(range(250)) * 20
-        store.put("k", [memoryview(content)[at : at + 1] for at in range(len(content))])
-        assert store.get("k")[0] == content
-
     def test_gives_a_folder_that_was_put_back_another_identity(self, tmp_path: Path) -> None:
-        import shutil
-
         store = LocalStore(str(tmp_path / "run"))
         store.put("k", views(b"x"))
         before = store.identity

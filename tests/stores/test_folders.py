@@ -134,7 +134,9 @@ class TestLinks:
         with pytest.raises(StoreError, match="leads out of the root"):
             store.get("data")
 
-    def test_reads_no_upload_behind_a_link_or_a_pipe(self, store: LocalStore, secret: Path) -> None:
+    def test_reads_and_lists_no_upload_that_is_or_has_a_link_a_pipe_or_a_file(
+        self, store: LocalStore, secret: Path
+    ) -> None:
         key = "k" * 101  # too long for the name of the upload's folder
         upload = store.create_multipart(key)
         part = store.put_part(key, upload, 1, views(b"x"))
@@ -148,8 +150,6 @@ class TestLinks:
             (folder / "target").unlink()
             make(folder / "target")
             assert list(store.list_multipart("")) == []
-
-    def test_lists_no_upload_that_is_a_link_or_a_file(self, store: LocalStore, secret: Path) -> None:
         Path(store.root, ".bucketpoint-upload-1-data").symlink_to(secret.parent)
         Path(store.root, ".bucketpoint-upload-2-data").touch()
         Path(store.root, ".bucketpoint-tmp-3-data").mkdir()
@@ -181,16 +181,16 @@ class TestLinks:
         assert list(store.list("")) == []
 
     @pytest.mark.parametrize("number", ["ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EACCES", "EIO"])
-    def test_names_a_remedy_when_the_filesystem_refuses_a_write(
+    def test_names_a_remedy_and_keeps_the_old_object_if_the_filesystem_refuses_a_write(
         self, number: str, store: LocalStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refused(*_: object) -> None:
-            raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
-
-        monkeypatch.setattr(os, "fsync", refused)
-        with pytest.raises(StoreError) as caught:
-            store.put("k", views(b"x"))
+        store.put("k", views(b"old"))
+        monkeypatch.setattr(os, "fsync", raising(getattr(errno, number)))
+        with pytest.raises(StoreError, match=os.strerror(getattr(errno, number))) as caught:
+            store.put("k", views(b"new"))
         assert caught.value.remedy
+        assert store.get("k")[0] == b"old"
+        assert names(Path(store.root)) == ["k"]
 
     def test_stays_below_the_root_while_a_folder_is_replaced_by_a_link(self, store: LocalStore, secret: Path) -> None:
         step, aside, over = Path(store.root, "step"), Path(store.root, "aside"), threading.Event()
