@@ -19,7 +19,7 @@ from bucketpoint.errors import StoreError, TransientStoreError
 from bucketpoint.stores import Store, open_store, retry
 from kit.buffers import views
 from services import Service
-from stores.engines import ENGINES, S3, Engine, client_of, read_in_child
+from stores.engines import ENGINES, GCS, S3, Engine, client_of, read_in_child
 from stores.scripted import Answer, Seen, scripted
 
 pytestmark = pytest.mark.contract
@@ -111,6 +111,24 @@ def test_treats_a_body_that_breaks_off_as_transient_and_drops_its_connection(eng
     assert server.connections == 2
 
 
+def test_raises_a_transient_error_for_a_silent_server_after_the_read_timeout(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def silent(request: Seen, number: int) -> Answer:
+        release.wait(20)
+        return Answer(drop=True)
+
+    monkeypatch.setattr(engine.clients, "READ_TIMEOUT_S", 0.2)
+    if engine is GCS:
+        monkeypatch.setitem(GCS.clients.GCSClient.request.__kwdefaults__, "timeout", 0.2)
+    with scripted(silent) as server:
+        with pytest.raises(TransientStoreError, match="ReadTimeout"):
+            engine.at(server, max_attempts=1).get("k")
+        release.set()
+
+
 def test_receives_a_body_without_a_length_by_the_public_way(engine: Engine) -> None:
     content = os.urandom(300_000)
     with scripted(engine.serving(content, chunked=True)) as server:
@@ -133,9 +151,6 @@ def test_detects_a_store_that_ignores_ranges(engine: Engine) -> None:
         assert data == b"x" * 100
 
 
-# Clients and processes
-
-
 def test_makes_one_client_for_threads_that_arrive_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     build = engine.clients.build_client
@@ -146,7 +161,8 @@ def test_makes_one_client_for_threads_that_arrive_together(engine: Engine, monke
 
     monkeypatch.setattr(engine.clients, "build_client", counting)
     with scripted(lambda request, number: engine.written) as server:
-        options = engine.at(server, retry_deadline_s=random.uniform(100, 200)).options
+        deadline_s = random.uniform(100, 200)
+        options, equal = (engine.at(server, retry_deadline_s=deadline_s).options for _ in range(2))
         start = threading.Barrier(6)
 
         def arrive(_: int) -> Any:
@@ -155,8 +171,9 @@ def test_makes_one_client_for_threads_that_arrive_together(engine: Engine, monke
 
         with ThreadPoolExecutor(6) as pool:
             clients = list(pool.map(arrive, range(6)))
-    assert len(made) == 1
-    assert len({id(client) for client in clients}) == 1
+        assert len(made) == 1
+        assert len({id(client) for client in (*clients, engine.clients.clients.get(equal))}) == 1
+        assert engine.clients.clients.get(options.replace(connections=7)) not in clients
 
 
 @pytest.mark.parametrize("service", ["minio", "gcs"], indirect=True)

@@ -65,9 +65,6 @@ def failing(count: int, answer: Answer) -> Callable[[Seen, int], Answer]:
     return lambda request, number: answer if number < count else OK
 
 
-# The table
-
-
 def test_checks_types_of_every_rule_of_the_table() -> None:
     rules = [*RULES.values(), *(rule for _, rule in RULE_BY_TYPE)]
     assert {rule.action for rule in rules} == set(Action)
@@ -96,9 +93,6 @@ def test_sends_each_code_as_often_as_its_rule_says() -> None:
                 with pytest.raises(rule.kind):
                     put(store)
             assert len(server.seen) - before == expected[rule.action], code
-
-
-# How long
 
 
 def test_sends_a_failing_request_six_times_and_a_throttled_one_until_the_deadline() -> None:
@@ -183,9 +177,6 @@ def test_shares_the_deadline_among_loops_within_loops() -> None:
     assert ends[1] < outer
 
 
-# What it says
-
-
 def test_carries_the_first_error_in_the_last() -> None:
     answers = [error(500, "InternalError"), error(503, "SlowDown"), error(403, "AccessDenied")]
     with scripted(lambda request, number: answers[number]) as server, pytest.raises(StoreError) as caught:
@@ -243,9 +234,6 @@ def test_frees_the_body_at_once_after_an_error_that_was_handled(attempts: int) -
         gc.enable()
 
 
-# At whose cost
-
-
 def test_stops_repeating_in_the_process_once_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "_budgets", {"process": retry.Budget(tokens=8)})
     with scripted(lambda request, number: error(500, "InternalError")) as server:
@@ -273,9 +261,6 @@ def test_takes_nothing_of_the_budget_for_what_is_throttled() -> None:
     counts = retry.process_budget().counts
     assert retry.process_budget().tokens == retry.BUDGET_TOKENS
     assert (counts["succeeded"], counts["retried"], counts["throttled"]) == (1, 0, 30)
-
-
-# How many at once
 
 
 def test_halves_the_limit_at_the_first_slow_down_of_a_round_only() -> None:
@@ -361,9 +346,6 @@ def test_waits_for_no_throttled_request_whose_sibling_has_failed(monkeypatch: py
         group.start(denied)
 
 
-# Credentials
-
-
 def test_asks_again_for_expired_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minio: S3Server) -> None:
     """What a job sees whose credentials another program renews in a file: the session ends, the file has a new one."""
     secrets = tmp_path / "credentials"
@@ -418,9 +400,6 @@ def test_makes_one_new_client_for_threads_whose_credentials_expire_together(
     assert len(server.seen) == 12
 
 
-# Bytes that flip on the way
-
-
 @pytest.mark.parametrize("damaged", [1, 2], ids=["once", "each time"])
 def test_reads_damaged_bytes_once_more(damaged: int) -> None:
     reads: list[int] = []
@@ -437,9 +416,6 @@ def test_reads_damaged_bytes_once_more(damaged: int) -> None:
         with pytest.raises(CorruptDataError):
             retry_transient(attempt, attempts=5)
     assert len(reads) == 2
-
-
-# Listings
 
 
 def test_repeats_each_page_of_a_listing_by_itself(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

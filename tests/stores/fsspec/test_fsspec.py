@@ -306,9 +306,6 @@ def test_returns_exactly_the_ranges_that_were_asked_for_of_every_filesystem(foun
     assert read_through(store, cuts, content, free_gap_bytes=0) == b"".join(content[a:b] for a, b in cuts)
 
 
-# Copies
-
-
 class _NoCopies(fsspec.AbstractFileSystem):  # type: ignore[misc]
     """A filesystem that has files and no `cp_file`."""
 

@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 pytest.importorskip("google.cloud.storage")
 
+from google.oauth2.credentials import Credentials
+
 import bucketpoint
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
 from bucketpoint.stores import retry
@@ -70,9 +72,6 @@ def json_of(request: Seen) -> dict[str, Any]:
     return found
 
 
-# Names and values
-
-
 def test_takes_the_names_of_gcsfs_and_ignores_what_only_tunes_it() -> None:
     theirs = {"project": "p", "token": "anon", "requester_pays": True, "endpoint_url": "http://127.0.0.1:1"}
     tuning = (
@@ -94,30 +93,21 @@ def test_names_unknown_options_and_values() -> None:
         GCSOptions(max_attempts=0)
 
 
-def test_has_parts_at_google_and_whole_objects_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_parts_and_buckets_of_one_name_at_google_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def parts(**options: Any) -> bool:
         return GCSStore("b", GCSOptions(**options)).capabilities.multipart
 
+    assert GCSStore("b").identity == "gs://b"
+    assert GCSStore("b", GCSOptions(endpoint_url="http://me:hush@h:1/")).identity == "http://h:1/b"
     assert parts()
     assert parts(endpoint_url="https://storage.europe-west1.rep.googleapis.com")
     assert parts(endpoint_url="http://127.0.0.1:1", uploads="xml")
     assert not parts(endpoint_url="http://127.0.0.1:1")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
     assert not parts()
+    assert GCSStore("b").identity == "http://127.0.0.1:4443/b"
     with pytest.raises(BucketpointError, match=r"uploads='compose'.*Leave it out"):
         parts(uploads="compose")
-
-
-def test_recognises_a_bucket_at_google_by_its_name_and_others_by_their_endpoint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert GCSStore("b").identity == "gs://b"
-    assert GCSStore("b", GCSOptions(endpoint_url="http://me:hush@h:1/")).identity == "http://h:1/b"
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
-    assert GCSStore("b").identity == "http://127.0.0.1:4443/b"
-
-
-# What is sent
 
 
 def test_says_with_every_request_who_pays() -> None:
@@ -131,34 +121,21 @@ def test_says_with_every_request_who_pays() -> None:
         assert "payer" not in request.target + str(request.headers)
 
 
-def test_sends_a_kms_key_with_what_makes_an_object_and_with_nothing_else() -> None:
-    sent = sent_by_each_operation(kms_key_name=KMS_KEY, uploads="xml")
+def test_sends_the_key_and_class_of_what_makes_an_object_and_the_user_agent_with_everything() -> None:
+    options = {"kms_key_name": KMS_KEY, "storage_class": "NEARLINE", "user_agent": "my-job/1"}
+    sent = sent_by_each_operation(**options, uploads="xml")
     assert query(sent["put"])["kmsKeyName"] == [KMS_KEY]
     assert query(sent["copy"])["destinationKmsKeyName"] == [KMS_KEY]
     assert sent["create"].headers["x-goog-encryption-kms-key-name"] == KMS_KEY
     for name in ("part", "complete", "abort", "read", "head", "list"):
         assert "kms" not in sent[name].target.lower() + str(sent[name].headers).lower()
-
-
-def test_sends_a_storage_class_with_what_makes_an_object() -> None:
-    sent = sent_by_each_operation(storage_class="NEARLINE", uploads="xml")
-    assert json_of(sent["put"])["storageClass"] == "NEARLINE"
-    assert json_of(sent["copy"])["storageClass"] == "NEARLINE"
+    assert json_of(sent["put"])["storageClass"] == json_of(sent["copy"])["storageClass"] == "NEARLINE"
     assert sent["create"].headers["x-goog-storage-class"] == "NEARLINE"
-
-
-def test_sends_a_checksum_with_every_body() -> None:
-    sent = sent_by_each_operation(uploads="xml")
     assert sent["part"].headers["x-goog-hash"] == f"crc32c={json_of(sent['put'])['crc32c']}"
-
-
-def test_names_us_the_user_and_the_library_in_the_user_agent() -> None:
-    agent = sent_by_each_operation(user_agent="my-job/1", uploads="xml")["head"].headers["user-agent"]
-    assert agent.startswith("bucketpoint/")
-    assert " my-job/1 google-cloud-storage/" in agent
-
-
-# Credentials
+    for request in sent.values():
+        assert request.headers["user-agent"].startswith("bucketpoint/")
+        assert " my-job/1 google-cloud-storage/" in request.headers["user-agent"]
+        assert "authorization" not in request.headers
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +179,14 @@ def test_signs_in_a_service_account_once_and_sends_its_token_with_every_request(
     assert "PRIVATE" not in repr(store)
 
 
-def test_signs_in_a_workload_by_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_in_a_workload_by_federation_and_the_programs_own_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None) + datetime.timedelta(hours=1)
+    with scripted(answer) as server:
+        own = Credentials("hush-own", expiry=soon)
+        GCSStore("bucket", GCSOptions(token=own, endpoint_url=server.endpoint)).head("k")
+    assert server.seen[0].headers["authorization"] == "Bearer hush-own"
     (tmp_path / "subject").write_text("from-the-cluster")
     with scripted(answer) as server:
         config = {
@@ -255,32 +239,12 @@ def test_raises_credentials_errors_for_credentials_refused_or_not_there(
         GCSStore("bucket", GCSOptions(**nowhere, user_agent="absent")).get("k")
 
 
-def test_uses_credentials_of_the_programs_own() -> None:
-    from google.oauth2.credentials import Credentials
-
-    soon = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None) + datetime.timedelta(hours=1)
-    with scripted(answer) as server:
-        own = Credentials("hush-own", expiry=soon)
-        GCSStore("bucket", GCSOptions(token=own, endpoint_url=server.endpoint)).head("k")
-    assert server.seen[0].headers["authorization"] == "Bearer hush-own"
-
-
-def test_sends_anonymous_requests_without_credentials_and_says_if_too_little() -> None:
-    assert all("authorization" not in request.headers for request in sent_by_each_operation(uploads="xml").values())
-    denied = Answer(403, {}, json.dumps({"error": {"message": "Anonymous caller", "errors": []}}).encode())
-    with scripted(lambda request, number: denied) as server, pytest.raises(AccessDeniedError, match="Anonymous"):
-        GCSStore("bucket", GCSOptions(token="anon", endpoint_url=server.endpoint)).get("k")
-
-
 def test_needs_nothing_but_the_environment(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = gcs.make_bucket()
     for host in (gcs.endpoint, gcs.endpoint.removeprefix("http://")):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
         GCSStore(bucket).put("k", views(b"x"))
         assert gcs.read(bucket, "k") == b"x"
-
-
-# What a user is told
 
 
 def test_names_an_emulator_that_is_not_there_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,24 +287,23 @@ def refusal(permission: str, *, terse: bool) -> Callable[[Seen, int], Answer]:
 
 @pytest.mark.parametrize("terse", [False, True], ids=["as IAM words it", "without a reason"])
 @pytest.mark.parametrize(
-    ("permission", "call"),
+    ("permission", "calls"),
     [
-        ("storage.objects.create", "put"),
-        ("storage.objects.get", "get"),
-        ("storage.objects.get", "head"),
-        ("storage.objects.list", "list"),
-        ("storage.multipartUploads.create", "create"),
-        ("storage.multipartUploads.create", "part"),
-        ("storage.multipartUploads.abort", "abort"),
-        ("storage.multipartUploads.list", "uploads"),
+        ("storage.objects.create", ["put"]),
+        ("storage.objects.get", ["get", "head"]),
+        ("storage.objects.list", ["list"]),
+        ("storage.multipartUploads.create", ["create", "part"]),
+        ("storage.multipartUploads.abort", ["abort"]),
+        ("storage.multipartUploads.list", ["uploads"]),
     ],
 )
-def test_names_a_permission_that_is_missing(permission: str, call: str, terse: bool) -> None:
-    with scripted(refusal(permission, terse=terse)) as server, pytest.raises(AccessDeniedError) as caught:
-        CALLS[call](gcs_at(server, uploads="xml", max_attempts=1))
-    assert caught.value.url in ("gs://bucket/k", "gs://bucket", "gs://bucket/run/")
-    assert f"This request needs {permission}" in str(caught.value)
-    assert (WHO.format(permission) in caught.value.message) != terse
+def test_names_a_permission_that_is_missing(permission: str, calls: list[str], terse: bool) -> None:
+    for call in calls:
+        with scripted(refusal(permission, terse=terse)) as server, pytest.raises(AccessDeniedError) as caught:
+            CALLS[call](gcs_at(server, uploads="xml", max_attempts=1))
+        assert caught.value.url in ("gs://bucket/k", "gs://bucket", "gs://bucket/run/")
+        assert f"This request needs {permission}" in str(caught.value)
+        assert (WHO.format(permission) in caught.value.message) != terse
 
 
 def test_sends_no_credentials_in_clear_over_a_network() -> None:

@@ -55,10 +55,7 @@ def config_of(**options: Any) -> Any:
     return s3_client.build_client(S3Options.from_storage_options(options)).api.meta.config
 
 
-# Names
-
-
-def test_reaches_the_same_options_by_the_names_of_s3fs_and_ours() -> None:
+def test_takes_the_names_of_s3fs_and_ignores_what_only_tunes_it() -> None:
     both = {"anon": True, "endpoint_url": "http://e", "profile": "p", "use_ssl": False, "requester_pays": True}
     both |= {"client_kwargs": {"region_name": "r"}, "config_kwargs": {"connect_timeout": 1}}
     acl = {"ACL": "private"}
@@ -68,9 +65,6 @@ def test_reaches_the_same_options_by_the_names_of_s3fs_and_ours() -> None:
     assert theirs == S3Options(**both, access_key="k", secret_key="s", session_token="t", request_kwargs=acl)
     assert S3Options.from_storage_options({"username": "k", "password": "s"}).access_key == "k"
     assert S3Options.from_storage_options(None) == S3Options()
-
-
-def test_accepts_and_ignores_options_that_only_tune_s3fs() -> None:
     tuning = (
         "default_block_size default_fill_cache default_cache_type version_aware cache_regions asynchronous loop "
         "max_concurrency fixed_upload_size skip_instance_cache use_listings_cache listings_expiry_time"
@@ -85,6 +79,10 @@ def test_names_all_unknown_options() -> None:
         S3Options.from_storage_options({"key": "a", "username": "b"})
     with pytest.raises(BucketpointError, match="client_kwargs"):
         S3Options.from_storage_options({"client_kwargs": "region"})
+    with pytest.raises(BucketpointError, match="ServerSideEncrypton"):
+        s3_client.build_client(S3Options(request_kwargs={"ServerSideEncrypton": "AES256"}))
+    with pytest.raises(BucketpointError, match="conect_timeout"):
+        s3_client.build_client(S3Options(config_kwargs={"conect_timeout": 1}))
 
 
 @pytest.mark.parametrize("name", S3Options.replaced)
@@ -98,13 +96,6 @@ def test_names_what_replaces_an_option_of_earlier_versions(name: str) -> None:
     option, value = S3Options.replaced[name].partition(", or")[0].split("=", 1)
     example = value.replace("&...", "").replace("...", '"2"' if name == "max_attempts" else '"path"')
     s3_client.build_client(S3Options.from_storage_options({option: eval(example)}))
-
-
-def test_names_unknown_request_parameters_and_config_settings() -> None:
-    with pytest.raises(BucketpointError, match="ServerSideEncrypton"):
-        s3_client.build_client(S3Options(request_kwargs={"ServerSideEncrypton": "AES256"}))
-    with pytest.raises(BucketpointError, match="conect_timeout"):
-        s3_client.build_client(S3Options(config_kwargs={"conect_timeout": 1}))
 
 
 def test_pickles_and_compares_options_and_hides_what_is_secret() -> None:
@@ -126,9 +117,6 @@ def test_pickles_and_compares_options_and_hides_what_is_secret() -> None:
         assert "eu-west-1" in text
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.region = "x"  # type: ignore[misc]
-
-
-# Where settings come from
 
 
 def test_takes_the_region_from_the_first_source_that_has_one(monkeypatch: pytest.MonkeyPatch, aws_files: Path) -> None:
@@ -162,34 +150,32 @@ def test_takes_the_endpoint_from_options_or_the_standard_environment(monkeypatch
     assert both == "http://127.0.0.1:4"
 
 
-def test_needs_nothing_but_the_environment(s3_tls: S3Server, bucket_tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3_tls.env.items():
-        monkeypatch.setenv(name, value)
-    store = S3Store(bucket_tls, S3Options(connections=8))
-    store.put("k", views(b"x"))
-    assert store.get("k")[0] == b"x"
-
-
-def test_takes_credentials_from_a_profile_or_from_client_kwargs(s3: S3Server, bucket: str, aws_files: Path) -> None:
+def test_takes_credentials_from_a_profile_or_from_client_kwargs(minio: S3Server, aws_files: Path) -> None:
     (aws_files / "credentials").write_text(
-        f"[trainer]\naws_access_key_id = {s3.key}\naws_secret_access_key = {s3.secret}\n"
+        f"[trainer]\naws_access_key_id = {minio.key}\naws_secret_access_key = {minio.secret}\n"
     )
-    store = S3Store(bucket, S3Options(endpoint_url=s3.endpoint, profile="trainer"))
+    bucket = minio.make_bucket()
+    store = S3Store(bucket, S3Options(endpoint_url=minio.endpoint, profile="trainer"))
     store.put("k", views(b"x"))
-    given = {"aws_access_key_id": s3.key, "aws_secret_access_key": s3.secret, "endpoint_url": s3.endpoint}
+    given = {"aws_access_key_id": minio.key, "aws_secret_access_key": minio.secret, "endpoint_url": minio.endpoint}
     assert S3Store(bucket, S3Options(client_kwargs=given)).get("k")[0] == b"x"
     with pytest.raises(CredentialsError):
-        S3Store(bucket, S3Options(endpoint_url=s3.endpoint, access_key="only")).get("k")
+        S3Store(bucket, S3Options(endpoint_url=minio.endpoint, access_key="only")).get("k")
 
 
 @pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
-def test_takes_a_ca_bundle_as_an_option(s3_tls: S3Server, bucket_tls: str) -> None:
+def test_takes_a_ca_bundle_as_an_option_or_all_from_the_environment(
+    s3_tls: S3Server, bucket_tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = S3Options(endpoint_url=s3_tls.endpoint, access_key=s3_tls.key, secret_key=s3_tls.secret)
     S3Store(bucket_tls, options.replace(client_kwargs={"verify": str(s3_tls.ca)})).put("k", views(b"x"))
     insecure = options.replace(client_kwargs={"verify": False}, insecure_tls=True)
     assert S3Store(bucket_tls, insecure).get("k")[0] == b"x"
     with pytest.raises(EndpointError):
         S3Store(bucket_tls, options.replace(client_kwargs={"verify": "/no/such/bundle.pem"})).get("k")
+    for name, value in s3_tls.env.items():
+        monkeypatch.setenv(name, value)
+    assert S3Store(bucket_tls, S3Options(connections=8)).get("k")[0] == b"x"
 
 
 def test_keeps_our_defaults_in_the_client_unless_the_user_sets_others(
@@ -259,9 +245,6 @@ def test_sends_requests_to_the_path_or_to_the_host_as_the_style_says() -> None:
     assert url(endpoint_url="https://store.example", **style("path")) == "https://store.example/bucket/k"
 
 
-# What is sent
-
-
 KEY = b"0123456789abcdef0123456789abcdef"
 SSE = "x-amz-server-side-encryption"
 EACH = {"put", "create", "part", "read", "head", "copy", "list"}
@@ -329,9 +312,6 @@ def test_sends_the_headers_of_an_option_with_the_requests_that_take_them(
         found = {name: request.headers[header] for name, request in sent.items() if header in request.headers}
         assert found.keys() == operations, header
         assert all(value in text for text in found.values()), found
-
-
-# What real servers make of it
 
 
 def test_sends_no_customer_key_in_clear_not_even_to_this_machine() -> None:

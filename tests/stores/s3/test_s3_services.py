@@ -102,9 +102,6 @@ def test_has_the_capabilities_of_the_service_and_sends_nothing_else(service: str
     assert bool(sent) == facts.checksums
 
 
-# What a user is told
-
-
 @pytest.mark.parametrize(
     ("denied", "call"),
     [
