@@ -9,7 +9,6 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,10 +60,6 @@ def put(store: S3Store) -> None:
     store.put("k", [memoryview(b"content")])
 
 
-def failing(count: int, answer: Answer) -> Callable[[Seen, int], Answer]:
-    return lambda request, number: answer if number < count else OK
-
-
 def test_checks_types_of_every_rule_of_the_table() -> None:
     rules = [*RULES.values(), *(rule for _, rule in RULE_BY_TYPE)]
     assert {rule.action for rule in rules} == set(Action)
@@ -95,15 +90,6 @@ def test_sends_each_code_as_often_as_its_rule_says() -> None:
             assert len(server.seen) - before == expected[rule.action], code
 
 
-def test_sends_a_failing_request_six_times_and_a_throttled_one_until_the_deadline() -> None:
-    with scripted(lambda request, number: error(500, "InternalError")) as server, pytest.raises(TransientStoreError):
-        put(store_at(server))
-    assert len(server.seen) == 6
-    with scripted(failing(40, error(503, "SlowDown"))) as server:
-        put(store_at(server))
-    assert len(server.seen) == 41
-
-
 def test_gives_up_a_store_that_throttles_for_ever_at_the_deadline() -> None:
     throttling = scripted(lambda request, number: error(503, "SlowDown"))
     with throttling as server, pytest.raises(ThrottledError, match="SlowDown") as caught:
@@ -112,19 +98,17 @@ def test_gives_up_a_store_that_throttles_for_ever_at_the_deadline() -> None:
     assert caught.value.action is Action.FATAL
 
 
-def test_counts_every_kind_in_the_users_number_of_attempts() -> None:
-    with scripted(lambda request, number: error(503, "SlowDown")) as server, pytest.raises(ThrottledError):
-        put(s3_at(server))
-    assert len(server.seen) == 3
-
-
-def test_waits_with_full_jitter_that_grows_to_a_limit(quick: list[float]) -> None:
-    with scripted(failing(60, error(503, "SlowDown"))) as server:
+def test_repeats_what_is_throttled_by_waits_with_full_jitter_at_no_cost(quick: list[float]) -> None:
+    with scripted(lambda request, number: error(503, "SlowDown") if number < 60 else OK) as server:
         put(store_at(server))
+    assert len(server.seen) == 61
     highs = [min(retry.FIRST_THROTTLED_DELAY_S * 2.0**number, retry.LONGEST_THROTTLED_DELAY_S) for number in range(60)]
     assert len(quick) == 60
     assert all(0 <= wait <= high for wait, high in zip(quick, highs, strict=True))
     assert len(set(quick)) > 50
+    counts = retry.process_budget().counts
+    assert retry.process_budget().tokens == retry.BUDGET_TOKENS
+    assert (counts["succeeded"], counts["retried"], counts["throttled"]) == (1, 0, 60)
 
 
 def test_waits_for_a_dead_endpoint_only_if_it_has_answered_before(
@@ -158,15 +142,12 @@ def test_refuses_at_once_an_untrusted_endpoint_and_one_without_tls(minio_tls: S3
     assert not quick
 
 
-def test_multiplies_no_attempts_by_loops_within_loops() -> None:
+def test_multiplies_neither_six_attempts_nor_the_deadline_by_loops_within_loops() -> None:
     with scripted(lambda request, number: error(500, "InternalError")) as server:
         store = store_at(server)
         with pytest.raises(TransientStoreError):
             retry_transient(lambda: store.get("k"), attempts=5)
     assert len(server.seen) == 6
-
-
-def test_shares_the_deadline_among_loops_within_loops() -> None:
     ends: list[float] = []
     with retry.deadline(5) as outer:
         with retry.deadline(1000) as inner:
@@ -177,7 +158,7 @@ def test_shares_the_deadline_among_loops_within_loops() -> None:
     assert ends[1] < outer
 
 
-def test_carries_the_first_error_in_the_last() -> None:
+def test_carries_the_first_error_in_the_last_unless_it_is_alone() -> None:
     answers = [error(500, "InternalError"), error(503, "SlowDown"), error(403, "AccessDenied")]
     with scripted(lambda request, number: answers[number]) as server, pytest.raises(StoreError) as caught:
         put(store_at(server))
@@ -188,14 +169,10 @@ def test_carries_the_first_error_in_the_last() -> None:
     assert isinstance(found.__cause__, TransientStoreError)
     assert "InternalError" in str(pickle.loads(pickle.dumps(found)))
     assert "hush" not in str(found)
-
-
-def test_leaves_an_error_that_is_alone_as_it_was() -> None:
-    denying = scripted(lambda request, number: error(403, "AccessDenied"))
-    with denying as server, pytest.raises(StoreError) as caught:
+    with scripted(lambda request, number: answers[2]) as server, pytest.raises(StoreError) as alone:
         put(store_at(server))
-    assert "attempt" not in caught.value.message
-    assert caught.value.__cause__ is None
+    assert "attempt" not in alone.value.message
+    assert alone.value.__cause__ is None
 
 
 class Body(bytearray):
@@ -255,29 +232,18 @@ def test_fills_the_budget_again_by_successes() -> None:
     assert budget.tokens == retry.BUDGET_TOKENS - 20 + 10 * retry.REFUND
 
 
-def test_takes_nothing_of_the_budget_for_what_is_throttled() -> None:
-    with scripted(failing(30, error(503, "SlowDown"))) as server:
-        put(store_at(server))
-    counts = retry.process_budget().counts
-    assert retry.process_budget().tokens == retry.BUDGET_TOKENS
-    assert (counts["succeeded"], counts["retried"], counts["throttled"]) == (1, 0, 30)
+def test_halves_the_limit_once_a_round_and_raises_it_with_successes() -> None:
+    def throttled(requests: int) -> retry.ConcurrencyLimiter:
+        gate = retry.ConcurrencyLimiter()
+        for epoch in [gate.enter(math.inf) for _ in range(requests)]:
+            gate.leave(epoch, answered=True, throttled=True, succeeded=False)
+        return gate
 
-
-def test_halves_the_limit_at_the_first_slow_down_of_a_round_only() -> None:
-    gate = retry.ConcurrencyLimiter()
-    epochs = [gate.enter(math.inf) for _ in range(16)]
-    for epoch in epochs:
-        gate.leave(epoch, answered=True, throttled=True, succeeded=False)
+    gate = throttled(16)
     assert gate.limit == 8
     gate.leave(gate.enter(math.inf), answered=True, throttled=True, succeeded=False)
     assert gate.limit == 1, "half of the one that was under way, and never none"
-
-
-def test_raises_the_limit_with_successes_until_there_is_none() -> None:
-    gate = retry.ConcurrencyLimiter()
-    for epoch in [gate.enter(math.inf) for _ in range(8)]:
-        gate.leave(epoch, answered=True, throttled=True, succeeded=False)
-    limits = []
+    gate, limits = throttled(8), []
     while gate.limit < math.inf:
         limits.append(gate.limit)
         gate.leave(gate.enter(math.inf), answered=True, throttled=False, succeeded=True)

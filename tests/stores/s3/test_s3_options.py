@@ -13,6 +13,7 @@ import pytest
 from botocore.config import Config
 
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
+from bucketpoint.stores import Store, open_store
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from kit.buffers import views
@@ -148,6 +149,29 @@ def test_takes_the_endpoint_from_options_or_the_standard_environment(monkeypatch
     assert endpoint(client_kwargs={"endpoint_url": "http://127.0.0.1:3"}) == "http://127.0.0.1:3"
     both = endpoint(endpoint_url="http://127.0.0.1:4", client_kwargs={"endpoint_url": "http://127.0.0.1:3"})
     assert both == "http://127.0.0.1:4"
+
+
+def test_uses_another_endpoint_for_stores_that_are_made_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+
+    def made() -> Store:
+        return open_store("s3://bucket")[0]
+
+    with scripted(answer) as before, scripted(answer) as after:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", before.endpoint)
+        first, unused = made(), made()
+        first.put("one", views(b"x"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", after.endpoint)
+        made().put("two", views(b"x"))
+        # A save under way ends where it began. What was not used yet, or crosses to another process, has no such place.
+        first.put("three", views(b"x"))
+        unused.put("four", views(b"x"))
+        pickle.loads(pickle.dumps(first)).put("five", views(b"x"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", before.endpoint)
+        made().put("six", views(b"x"))
+    assert [request.path for request in before.seen] == ["/bucket/one", "/bucket/three", "/bucket/six"]
+    assert [request.path for request in after.seen] == ["/bucket/two", "/bucket/four", "/bucket/five"]
 
 
 def test_takes_credentials_from_a_profile_or_from_client_kwargs(minio: S3Server, aws_files: Path) -> None:

@@ -6,11 +6,10 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bucketpoint.errors import AccessDeniedError, HelperProcessError, HelperUnavailableError
-from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Progress, Segment, TransferOptions, upload_objects
 from bucketpoint.transfer.helper import process, start
@@ -171,38 +169,50 @@ def test_passes_records_of_its_log_to_the_handlers_of_the_program(
     assert record.getMessage().startswith("could not abort the multipart upload of a/whole: ")
 
 
-def test_uses_variables_that_were_set_after_it_was_started(
-    own_helper: UploadHelper, minio: S3Server, monkeypatch: pytest.MonkeyPatch
+def test_uses_variables_and_the_folder_that_were_set_after_it_was_started(
+    helper: UploadHelper, minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = filled_arena(MIB)
-    url = minio.url(minio.make_bucket())
-    own_helper.upload(upload_of(url, [whole(arena)], arena, storage_options=minio.options), meter())
+    helper.upload(in_folder(tmp_path / "first"), meter())
     for name, value in minio.env.items():
         monkeypatch.setenv(name, value)
-    (done,) = own_helper.upload(upload_of(url, [whole(arena, "b")], arena), meter())
+    arena = filled_arena(MIB)
+    (done,) = helper.upload(upload_of(minio.url(minio.make_bucket()), [whole(arena)], arena), meter())
     assert done.info.size == arena.nbytes
-
-
-def test_takes_a_relative_path_as_the_trainers(
-    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_helper.upload(in_folder(tmp_path / "first"), meter())
     monkeypatch.chdir(tmp_path)
-    own_helper.upload(in_folder("second"), meter())
+    helper.upload(in_folder("second"), meter())
     assert (tmp_path / "second" / "a" / "whole").stat().st_size == MIB
 
 
-def test_refuses_options_that_mean_nothing_elsewhere_before_anything_is_sent(
+class Own(TransferOptions):
+    """Options that another process cannot unpickle."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_refuses_an_order_that_means_nothing_elsewhere_and_keeps_process_but_no_memory(
     helper: UploadHelper, tmp_path: Path
 ) -> None:
-    work = in_folder(tmp_path)
+    class Local(TransferOptions):
+        pass
+
+    work = in_folder(tmp_path / "sent")
+    helper.upload(work, meter())
+    process = helper.process_id
     of_this_program = replace(work.config, storage_options=b"ca_module_of_the_program\nA\n.")
-    with pytest.raises(HelperUnavailableError, match="cannot be opened in another process"):
-        helper.upload(replace(work, config=of_this_program), meter())
-    elsewhere = replace(work.config, url=str(tmp_path / "other"))
-    with pytest.raises(HelperUnavailableError, match="another store"):
-        helper.upload(replace(work, config=elsewhere), meter())
-    assert list(tmp_path.iterdir()) == []
+    for order, said in (
+        (replace(work, config=of_this_program), "cannot be opened in another process"),
+        (replace(work, config=replace(work.config, url=str(tmp_path / "other"))), "another store"),
+        (replace(work, options=Own()), "cannot be unpickled"),
+        (replace(work, options=Local()), "pickled"),
+    ):
+        with pytest.raises(HelperUnavailableError, match=said):
+            helper.upload(order, meter())
+    assert list(tmp_path.iterdir()) == [tmp_path / "sent"]
+    links = Path(f"/proc/{process}/fd")
+    wait_until(lambda: not [link for link in os.listdir(links) if "memfd" in os.readlink(links / link)])
+    helper.upload(work, meter())
+    assert helper.process_id == process
 
 
 @pytest.mark.parametrize(
@@ -234,59 +244,6 @@ def test_sends_no_large_message_of_an_order_and_misses_none(helper: UploadHelper
     assert (tmp_path / "many").read_bytes() == b"".join(number.to_bytes(2, "little") for number in range(len(segments)))
 
 
-def test_takes_a_folder_that_another_rank_makes_meanwhile_for_the_same_store(
-    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = LocalStore.identity.fget
-    assert real is not None
-    answers = iter([f"file://{tmp_path}"])
-    monkeypatch.setattr(LocalStore, "identity", property(lambda self: next(answers, None) or real(self)))
-    own_helper.upload(upload_of(str(tmp_path), [ObjectSource("a", [])]), meter())
-    assert (tmp_path / "a").exists()
-
-
-def test_ignores_a_default_timeout_of_the_program_in_the_channel(own_helper: UploadHelper, tmp_path: Path) -> None:
-    socket.setdefaulttimeout(0.05)
-    try:
-        own_helper.upload(in_folder(tmp_path), meter())
-    finally:
-        socket.setdefaulttimeout(None)
-
-
-def test_leaves_odd_entries_of_the_path_of_imports_out(
-    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [None, tmp_path, *sys.path])
-    own_helper.upload(upload_of(str(tmp_path), []), meter())
-
-
-class FailsThere(TransferOptions):
-    """Options that another process cannot unpickle."""
-
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
-
-
-def test_refuses_an_order_that_cannot_be_read_and_keeps_the_process(helper: UploadHelper, tmp_path: Path) -> None:
-    work = upload_of(str(tmp_path), [])
-    helper.upload(work, meter())
-    process = helper.process_id
-    with pytest.raises(HelperUnavailableError, match="cannot be unpickled"):
-        helper.upload(replace(work, options=FailsThere()), meter())
-    helper.upload(work, meter())
-    assert helper.process_id == process
-
-
-def test_keeps_no_memory_of_the_trainer_for_refused_orders(helper: UploadHelper, tmp_path: Path) -> None:
-    work = in_folder(tmp_path)
-    helper.upload(work, meter())
-    for _ in range(3):
-        with pytest.raises(HelperUnavailableError):
-            helper.upload(replace(work, config=replace(work.config, storage_options=b"cnowhere\nA\n.")), meter())
-    links = Path(f"/proc/{helper.process_id}/fd")
-    wait_until(lambda: not [link for link in os.listdir(links) if "memfd" in os.readlink(links / link)])
-
-
 def test_keeps_no_upload_waiting_by_workers_that_are_forked_while_it_starts(tmp_path: Path) -> None:
     for _ in range(3):
         helper = UploadHelper()
@@ -308,63 +265,54 @@ def test_keeps_no_upload_waiting_by_workers_that_are_forked_while_it_starts(tmp_
         assert ended < 60
 
 
-# -- deaths ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper counts as hanging after 6 s: a slow one gives a sign of life every 5 s."""
-    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.5)
-
-
-@pytest.mark.usefixtures("hangs_for_short")
-@pytest.mark.parametrize("end", [lambda process: os.kill(process, signal.SIGKILL), stop], ids=["killed", "stopped"])
+@pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
 def test_repeats_in_another_process_an_upload_whose_process_was_killed_or_stopped(
-    own_helper: UploadHelper, minio: S3Server, caplog: pytest.LogCaptureFixture, end: Callable[[int], None]
+    own_helper: UploadHelper,
+    minio: S3Server,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped: bool,
 ) -> None:
     bucket, work = in_bucket(minio, 22 * MIB)
     ended: list[int] = []
+    late: list[str] = []
     seen: list[int] = []
+    started, sign_of_life_s = process.start_process, process.SIGN_OF_LIFE_S
+
+    def start_another(*arguments: Any, **settings: Any) -> Any:
+        monkeypatch.setattr(process, "SIGN_OF_LIFE_S", sign_of_life_s)
+        return started(*arguments, **settings)
 
     def end_once(progress: Progress) -> None:
         seen.append(progress.done_bytes)
         if not ended and progress.done_bytes:
             ended.append(own_helper.process_id or 0)
-            end(ended[0])
+            stop(ended[0]) if stopped else os.kill(ended[0], signal.SIGKILL)
+            # It counts as hanging a second later, and the other one after the whole time.
+            monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.1)
+        elif ended and not late and own_helper.process_id != ended[0] and progress.done_bytes:
+            # As if the first process had begun it, and the request had been on its way.
+            late.append(work.store.create_multipart("a/whole"))
 
+    monkeypatch.setattr(process, "start_process", start_another)
     counted = meter(end_once)
     (done,) = own_helper.upload(work, counted)
     assert has_ended(ended[0])
     assert own_helper.process_id != ended[0]
-    assert end is stop or "was killed by SIGKILL" in caplog.text
+    assert stopped or "was killed by SIGKILL" in caplog.text
     assert work.store.get("a/whole")[0] == bytes(work.sources[0].segments[0].data)
     assert done.info.size == 22 * MIB == counted.done_bytes
     assert seen == sorted(seen)
-    assert minio.open_uploads(bucket, "a/whole") == []
-
-
-def test_aborts_an_upload_that_reached_the_store_after_its_process_was_killed(
-    own_helper: UploadHelper, minio: S3Server
-) -> None:
-    bucket, work = in_bucket(minio, 22 * MIB)
-    killed: list[int] = []
-    late: list[str] = []
-
-    def kill_once(progress: Progress) -> None:
-        if not killed:
-            killed.append(own_helper.process_id or 0)
-            os.kill(killed[0], signal.SIGKILL)
-        elif not late and own_helper.process_id != killed[0] and progress.done_bytes:
-            late.append(work.store.create_multipart("a/whole"))
-
-    own_helper.upload(work, meter(kill_once))
     assert late
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
 @pytest.mark.broad
-@pytest.mark.usefixtures("hangs_for_short")
-def test_replaces_a_process_that_takes_no_order(own_helper: UploadHelper, tmp_path: Path) -> None:
+def test_replaces_a_process_that_takes_no_order(
+    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It counts as hanging after 6 s: a slow one gives a sign of life every 5 s.
+    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.5)
     own_helper.upload(upload_of(str(tmp_path), [ObjectSource("first", [])]), meter())
     stopped = own_helper.process_id
     assert stopped is not None
@@ -421,17 +369,17 @@ def test_ends_the_upload_by_an_error_on_this_side_and_leaves_none_open(
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
-def test_leaves_signals_to_the_job_to_the_trainer(own_helper: UploadHelper, tmp_path: Path) -> None:
-    own_helper.upload(upload_of(str(tmp_path), []), meter())
-    process = own_helper.process_id
+def test_leaves_signals_to_the_job_to_the_trainer(helper: UploadHelper, tmp_path: Path) -> None:
+    helper.upload(upload_of(str(tmp_path), []), meter())
+    process = helper.process_id
     assert process is not None
     assert os.getpgid(process) != os.getpgid(0)
     # In another session its niceness would not count against training.
     assert os.getsid(process) == os.getsid(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(process, number)
-    own_helper.upload(upload_of(str(tmp_path), []), meter())
-    assert own_helper.process_id == process
+    helper.upload(upload_of(str(tmp_path), []), meter())
+    assert helper.process_id == process
 
 
 def test_leaves_neither_process_nor_descriptor_after_close_and_uploads_again(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from bucketpoint.errors import HelperProcessError, HelperUnavailableError
+from bucketpoint.stores import LocalStore
 from bucketpoint.transfer import Meter, ObjectSource, Segment, TransferOptions
 from bucketpoint.transfer.helper import messages, process, start
 from bucketpoint.transfer.helper.process import UploadHelper
@@ -36,24 +38,43 @@ def upload_nothing(helper: UploadHelper, folder: Path) -> int:
     return helper.process_id
 
 
-# -- what it inherits --------------------------------------------------------------------------------------------------
+class Changing(UserDict[str, str]):
+    """Variables that another thread sets while they are read."""
+
+    failures = 3
+
+    def keys(self) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("dictionary changed size during iteration")
+        return super().keys()
 
 
-def test_runs_with_the_flags_of_the_trainers_interpreter(
+def test_starts_like_the_trainer_and_fails_by_nothing_odd_in_it(
     helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "_args_from_interpreter_flags", lambda: ["-E", "-X", "utf8"])
-    arguments = Path(f"/proc/{upload_nothing(helper, tmp_path)}/cmdline").read_bytes().split(b"\0")
+    monkeypatch.setattr(sys, "path", [None, tmp_path, *sys.path])
+    changing = Changing(os.environ)
+    monkeypatch.setattr(os, "environ", changing)
+    # Another rank makes the folder meanwhile.
+    real, answers = LocalStore.identity.fget, iter([f"file://{tmp_path}"])
+    assert real is not None
+    monkeypatch.setattr(LocalStore, "identity", property(lambda self: next(answers, None) or real(self)))
+    socket.setdefaulttimeout(0.05)
+    try:
+        process = upload_nothing(helper, tmp_path)
+    finally:
+        socket.setdefaulttimeout(None)
+    assert changing.failures == 0
+    arguments = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
     assert arguments[1:4] == [b"-E", b"-X", b"utf8"]
-
-
-def test_gives_new_files_the_mode_of_the_trainers_mask(helper: UploadHelper, tmp_path: Path) -> None:
-    upload_nothing(helper, tmp_path)
     before = os.umask(0o077)
     try:
         helper.upload(upload_of(str(tmp_path), [ObjectSource("b/secret", [])]), meter())
     finally:
         os.umask(before)
+    assert (tmp_path / "a").exists()
     assert (tmp_path / "b/secret").stat().st_mode & 0o777 == 0o600
 
 
@@ -71,30 +92,8 @@ def test_takes_relative_paths_of_imports_as_the_trainers(monkeypatch: pytest.Mon
     assert start._paths() == [str(tmp_path), str(tmp_path / "src"), "/elsewhere"]
 
 
-def test_fails_no_upload_by_variables_that_other_threads_set_meanwhile(
-    helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Changing(UserDict[str, str]):
-        failures = 3
-
-        def keys(self) -> Any:
-            if Changing.failures:
-                Changing.failures -= 1
-                raise RuntimeError("dictionary changed size during iteration")
-            return super().keys()
-
-    changing = Changing(os.environ)
-    monkeypatch.setattr(os, "environ", changing)
-    upload_nothing(helper, tmp_path)
-    assert Changing.failures == 0
-
-
-# -- what meets it -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ignores_and_hides_a_signal_to_the_job_while_it_starts(
-    helper: UploadHelper, tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+    helper: UploadHelper, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     helper.start_soon()
     wait_until(lambda: helper.process_id is not None)
@@ -102,7 +101,8 @@ def test_ignores_and_hides_a_signal_to_the_job_while_it_starts(
     assert first is not None
     # Through all of its start, the imports and the interpreter's own.
     for _ in range(20):
-        os.kill(first, number)
+        os.kill(first, signal.SIGINT)
+        os.kill(first, signal.SIGTERM)
         time.sleep(0.01)
     assert upload_nothing(helper, tmp_path) == first
     assert capfd.readouterr().err == ""
@@ -119,15 +119,6 @@ def test_retries_after_a_failure_to_start_that_may_pass(
         with pytest.raises(HelperProcessError, match="temporarily") as raised:
             upload_nothing(helper, tmp_path)
     assert not isinstance(raised.value, HelperUnavailableError)
-    upload_nothing(helper, tmp_path)
-
-
-def test_refuses_options_that_cannot_be_pickled(helper: UploadHelper, tmp_path: Path) -> None:
-    class Own(TransferOptions):
-        pass
-
-    with pytest.raises(HelperUnavailableError, match="pickled"):
-        helper.upload(upload_of(str(tmp_path), [], options=Own()), meter())
     upload_nothing(helper, tmp_path)
 
 
@@ -174,9 +165,6 @@ def test_keeps_others_out_of_the_start_when_the_wait_of_a_fork_is_interrupted() 
     assert not start.no_fork.acquire(blocking=False)
     leave.set()
     starter.join()
-
-
-# -- ends --------------------------------------------------------------------------------------------------------------
 
 
 def test_leaves_nothing_of_it_after_ctrl_c_in_the_wait_for_its_end(helper: UploadHelper, tmp_path: Path) -> None:
