@@ -92,29 +92,22 @@ def test_takes_one_request_and_one_lease_for_each_part_of_a_column(budget: int) 
     assert pool.peak_bytes <= budget
 
 
-def test_spreads_few_requests_over_the_connections() -> None:
-    store = streaming_store()
-    options = TransferOptions(connections=4, max_inflight_bytes=8 * MIB)
-    run(store, column(MIB, len(CONTENT), lambda start, view: None), options)
-    assert store.calls["open_range"] == 4
-
-
-@pytest.mark.parametrize(("connections", "requests"), [(8, 40), (2, 20), (1, 10)])
-def test_reads_several_parts_at_once_if_each_connection_has_many_reads(connections: int, requests: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "options", "requests"),
+    [
+        (MIB, TransferOptions(connections=4, max_inflight_bytes=8 * MIB), 4),
+        (256 * KIB, TransferOptions(part_bytes=MIB, connections=8), 40),
+        (256 * KIB, TransferOptions(part_bytes=MIB, connections=2), 20),
+        (256 * KIB, TransferOptions(part_bytes=MIB, connections=1), 10),
+    ],
+)
+def test_spreads_few_requests_over_the_connections_and_joins_parts_of_many(
+    size: int, options: TransferOptions, requests: int
+) -> None:
     store, taken = streaming_store(), dict[int, bytes]()
-    options = TransferOptions(part_bytes=MIB, connections=connections)
-    run(store, column(256 * KIB, len(CONTENT), lambda start, view: taken.update({start: bytes(view)})), options)
+    run(store, column(size, len(CONTENT), lambda start, view: taken.update({start: bytes(view)})), options)
     assert store.calls["open_range"] == requests
     assert b"".join(taken[start] for start in sorted(taken)) == CONTENT
-
-
-def test_reads_each_request_by_itself_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = TransferOptions(part_bytes=10 * MIB, connections=4, max_inflight_bytes=8 * MIB)
-    extents = column(2 * MIB, len(CONTENT), lambda start, view: None)
-    monkeypatch.setattr(StreamingStore, "capabilities", property(lambda self: self.inner.capabilities))
-    plain = streaming_store()
-    run(plain, extents, options)
-    assert plain.calls["open_range"] == 0
 
 
 def test_requests_only_the_rest_again_after_a_break() -> None:

@@ -15,7 +15,7 @@ from bucketpoint.stores import Store, open_store, retry
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, long_reads, plan_requests
 from bucketpoint.transfer.long_reads import StallLimits
-from kit import CutReply, CutRequest, Delay, Fault, FaultProxy, Refuse, Reset, Slow, Stall, always
+from kit import CutReply, Delay, Fault, FaultProxy, Refuse, Reset, Slow, Stall, always
 from kit.plugin import MakeProxy
 from kit.servers import S3Server
 from services import S3_AND_GCS, Server, Service, proxy_before
@@ -51,14 +51,6 @@ def test_sends_only_the_part_or_the_range_again_that_failed(minio: S3Server, fau
     ranges = Counter(one.request.range for one in proxy.exchanges if one.request.key.endswith(".distcp"))
     assert len(ranges) >= PARTS
     assert sorted(ranges.values()) == [1] * (len(ranges) - 1) + [2]
-
-
-def test_sends_a_body_again_whole_that_is_cut_short_on_its_way_up(minio: S3Server, fault_proxy: MakeProxy) -> None:
-    proxy = fault_proxy(minio, always(CutRequest(), kinds=["PutObject"], keys="*.distcp", times=1))
-    options, url = minio.at(proxy.url).options, f"s3://{minio.make_bucket()}/run"
-    dcp.save({"w": torch.ones(1000)}, storage_writer=bp.S3Writer(url, storage_options=options), no_dist=True)
-    sent = [one for one in proxy.exchanges if one.request.key.endswith(".distcp")]
-    assert [one.request.nbytes for one in sent] == [sent[0].request.nbytes] * 2
 
 
 def test_asks_again_for_a_small_object_whose_body_breaks_off(server: Server, fault_proxy: MakeProxy) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import importlib
 import importlib.util
@@ -18,7 +17,6 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsspec.asyn import AsyncFileSystem
 
 from azurite import ACCOUNT, KEY, AzureServer
 from bucketpoint import BucketReader, BucketWriter
@@ -80,15 +78,6 @@ def test_names_a_library_that_is_missing_with_what_installs_it(
             use(f"{scheme}://bucket/x")
         assert re.search(remedy, str(caught.value))
         assert "gcsfs" not in str(caught.value)
-
-
-def test_refuses_other_schemes_in_a_class_for_one_on_the_callers_filesystem_too() -> None:
-    memory = fsspec.filesystem("memory")
-    with pytest.raises(InvalidURLError, match="gs://"):
-        open_store("s3://bucket/x", fs=memory, schemes=("gs", "gcs"))
-    assert open_store("memory://x", fs=memory)[0]
-    with pytest.raises(BucketpointError, match="asynchronous"):
-        open_store("recording://x", fs=AsyncFileSystem(asynchronous=True, loop=asyncio.new_event_loop()))
 
 
 class Azure(fsspec.AbstractFileSystem):  # type: ignore[misc]
