@@ -257,26 +257,16 @@ def test_classifies_the_exceptions_of_filesystems_and_what_wraps_them(error: Exc
         assert type(translate(wrapped, "put", "s3://b/k", conditional=True)) is kind
 
 
-def test_shows_the_first_of_the_lines_that_a_library_says() -> None:
+def test_shows_the_first_of_the_lines_that_a_library_says_and_asks_for_credentials() -> None:
     shown = str(translate(RuntimeError("no such thing\nRequestId: 1\n<Error>"), "put", "az://c/k"))
     assert "no such thing" in shown
     assert "RequestId" not in shown
+    nobody = botocore.exceptions.ProfileNotFound(profile="nobody")
+    for error, said in ((botocore.exceptions.NoCredentialsError(), "Set credentials"), (nobody, "nobody")):
+        failure = translate_s3(error, "PutObject", "s3://bucket/run")
+        assert isinstance(failure, CredentialsError)
+        assert said in str(failure)
 
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (botocore.exceptions.NoCredentialsError(), "Set credentials"),
-        (botocore.exceptions.ProfileNotFound(profile="nobody"), "nobody"),
-    ],
-)
-def test_asks_for_credentials_where_there_are_none(error: Exception, said: str) -> None:
-    failure = translate_s3(error, "PutObject", "s3://bucket/run")
-    assert isinstance(failure, CredentialsError)
-    assert said in str(failure)
-
-
-# Over HTTP
 
 REPLIES = [
     ("s3", 404, "NoSuchBucket", BucketNotFoundError, 1),
@@ -330,9 +320,6 @@ def test_names_the_region_of_a_bucket_as_far_as_the_store_does(reply: Answer, re
         ENGINES["s3"].at(server).get("run/step-1/.metadata")
 
 
-# What a manager does with them
-
-
 class Azure(MemoryFileSystem):  # type: ignore[misc]
     """fsspec's memory filesystem, whose `refused` objects answer as Azure does."""
 
@@ -364,25 +351,15 @@ def _nothing_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryFileSystem, "store", {})
 
 
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (409, "BlobArchived"),
-        (409, "NotYetKnown"),
-        (412, "LeaseIdMissing"),
-        (403, "KeyVaultVaultNotFound"),
-        (404, "NotYetKnown"),
-    ],
-)
-@pytest.mark.parametrize("what", ["step-3/data", "step-3/.metadata"])
-def test_keeps_a_checkpoint_that_cannot_be_read_for_now(status: int, code: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "code"), [("step-3/data", "BlobArchived"), ("step-3/.metadata", "NotYetKnown")])
+def test_keeps_a_checkpoint_that_cannot_be_read_for_now(what: str, code: str, tmp_path: Path) -> None:
     root = f"memory://answers/{tmp_path.name}"
     policy = RetentionPolicy(root=root, keep=Keep(latest=10), prune=Prune(grace=timedelta(0)))
     with CheckpointManager(policy=policy, fs=Azure()) as manager:
         for step in (2, 3):
             manager.save(step, {"w": torch.full((4,), float(step))})
             manager.wait()
-    Azure.refused = (what, status, code)
+    Azure.refused = (what, 404, code)
     with CheckpointManager(policy=policy, fs=Azure()) as manager:
         with pytest.raises(StoreError) as caught:
             manager.restore({"w": torch.zeros(4)})

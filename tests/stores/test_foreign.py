@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from bucketpoint.stores.foreign import ERROR_BYTES
 from bucketpoint.stores.http_store import HttpStore
 from kit.buffers import views
 from stores.engines import CALLS, gcs_at, s3_at
+from stores.engines import gcs_reply as _json
 from stores.scripted import Answer, scripted
 
 PAGE = Answer(200, {"Content-Type": "text/html", "Server": "portal"}, b"<html>Please log in</html>")
@@ -64,17 +64,16 @@ def test_distrusts_a_write_without_the_checksum_of_the_writes_before() -> None:
 
 
 @pytest.mark.parametrize("make", [s3, gcs])
-def test_reads_an_error_up_to_a_bound(make: Callable[[str], HttpStore]) -> None:
+def test_reads_an_error_up_to_a_bound_and_shows_the_beginning_without_long_words(
+    make: Callable[[str], HttpStore],
+) -> None:
     endless = Answer(400, {"Content-Type": "application/xml"}, b"<Error>" + b" " * (2 * ERROR_BYTES))
     with scripted(lambda request, number: endless) as server, pytest.raises(EndpointError, match="longer than 1 MiB"):
         make(server.endpoint).get("k")
-
-
-def test_shows_the_beginning_of_a_page_without_long_words() -> None:
     token = b"Zm9vYmFyYmF6cXV4" * 3
     page = Answer(200, {"Content-Type": "text/html"}, b"<html>\x1b[31m you sent " + token + b" " + b"x " * 500)
     with scripted(lambda request, number: page) as server, pytest.raises(EndpointError) as caught:
-        s3(server.endpoint).put("k", views(b"x"))
+        make(server.endpoint).put("k", views(b"x"))
     assert "you sent ***" in str(caught.value)
     assert "\x1b" not in str(caught.value)
     assert len(caught.value.message) < 400
@@ -102,10 +101,6 @@ def test_treats_a_proxy_that_does_not_reach_the_store_as_an_outage(monkeypatch: 
     ):
         with scripted(lambda request, number, there=there: away if number < 20 else there) as server:
             make(server.endpoint).put("k", views(b"x"))
-
-
-def _json(content: object) -> Answer:
-    return Answer(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
 
 
 def _xml(content: str) -> Answer:
@@ -177,7 +172,7 @@ def test_ends_requests_that_lead_in_a_circle(make: Callable[[str], HttpStore], a
 
 
 @pytest.mark.parametrize(("make", "headers"), [(s3, {"ETag": '"e"'}), (gcs, {"x-goog-generation": "7"})])
-def test_asks_again_for_a_range_that_was_mixed_up_with_another(
+def test_asks_again_for_a_mixed_up_range_and_reads_no_more_than_was_asked_for(
     make: Callable[[str], HttpStore], headers: dict[str, str]
 ) -> None:
     def script(request: Any, number: int) -> Answer:
@@ -192,12 +187,6 @@ def test_asks_again_for_a_range_that_was_mixed_up_with_another(
         retry.retry_transient(lambda: store.read_into("k", 3, [memoryview(target)]))
         assert len(server.seen) == 2
     assert target == b"def"
-
-
-@pytest.mark.parametrize(("make", "headers"), [(s3, {"ETag": '"e"'}), (gcs, {"x-goog-generation": "7"})])
-def test_reads_no_more_than_was_asked_for_of_a_whole_object(
-    make: Callable[[str], HttpStore], headers: dict[str, str]
-) -> None:
     with scripted(lambda request, number: Answer(200, headers, b"x" * 100_000)) as server:
         data, info = make(server.endpoint).get("k", first=10)
     assert (data, info.size) == (b"x" * 10, 100_000)

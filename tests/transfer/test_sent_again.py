@@ -116,7 +116,6 @@ def test_limits_by_five_seconds_or_four_medians_and_doubles_with_each_attempt() 
     assert limits.doubling()() == 32
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("fault", [Stall(NEVER_S), Slow(1000.0)], ids=["answer", "body"])
 @pytest.mark.parametrize("server", ["minio", "gcs"])
 def test_cuts_off_a_silent_read_and_sends_it_again(
@@ -136,7 +135,6 @@ def test_cuts_off_a_silent_read_and_sends_it_again(
     assert counts["retried"] == 2
 
 
-@pytest.mark.contract
 def test_waits_for_a_store_that_is_slow_as_a_whole(
     minio: S3Server, fault_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,39 +193,44 @@ def test_removes_a_body_whose_checksum_differs_at_the_service(tmp_path: Path, mo
     assert fs.content == {}
 
 
-def test_shows_a_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shows_a_file_or_a_copy_of_one_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(fsspec.filesystem("file"), str(tmp_path))
-    store.put("folder/k", [memoryview(b"old")])
-    written = type(store.fs).pipe_file
+    source = store.put("folder/k", [memoryview(b"old")])
 
-    def half(fs: Any, path: str, data: bytes, **settings: Any) -> None:
-        written(fs, path, data[: len(data) // 2])
+    def half(fs: Any, path: str, data: bytes | str, **settings: Any) -> None:
+        """Writes, or copies to the path `data`."""
+        target = Path(data if isinstance(data, str) else path)
+        assert target.name not in ("k", "t")
+        target.write_bytes(b"ha")
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
         patch.setattr(type(store.fs), "pipe_file", half)
-        with pytest.raises(StoreError, match="disk is full"):
-            store.put("folder/k", [memoryview(b"new one")])
+        patch.setattr(type(store.fs), "cp_file", half)
+        for write in (lambda: store.put("folder/k", [memoryview(b"new one")]), lambda: store.copy(source, "folder/t")):
+            with pytest.raises(StoreError, match="disk is full"):
+                write()
     assert store.get("folder/k")[0] == b"old"
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["k"]
 
 
-def extents(content: bytes, cuts: list[tuple[int, int]], into: bytearray) -> list[Extent]:
-    made, at = [], 0
+def read_through(store: FsspecStore, cuts: list[tuple[int, int]], **settings: Any) -> bytearray:
+    into, extents, at = bytearray(sum(stop - start for start, stop in cuts)), [], 0
     for start, stop in cuts:
         view = memoryview(into)[at : at + stop - start]
         at += stop - start
-        made.append(Extent("k", start, stop, lambda _: None, direct=view, direct_start=start))
-    return made
-
-
-def read_through(store: FsspecStore, cuts: list[tuple[int, int]], content: bytes, **settings: Any) -> bytearray:
-    into = bytearray(sum(stop - start for start, stop in cuts))
+        extents.append(Extent("k", start, stop, lambda _: None, direct=view, direct_start=start))
     options = TransferOptions(**settings)
-    requests = plan_requests(extents(content, cuts, into), options)
     pool = BufferPool(options.max_inflight_bytes)
-    fetch(store, requests, options, pool=pool, meter=Meter("load", "x", 0, None))
+    fetch(store, plan_requests(extents, options), options, pool=pool, meter=Meter("load", "x", 0, None))
     return into
+
+
+def recording(nbytes: int) -> tuple[RecordingFileSystem, FsspecStore, bytes]:
+    """A filesystem, the store on it, and the content of its object "k"."""
+    fs, content = RecordingFileSystem(), os.urandom(nbytes)
+    fs.content["bucket/k"] = content
+    return fs, FsspecStore(fs, "bucket"), content
 
 
 @pytest.mark.parametrize("left", [None, b"the other writer's"])
@@ -255,46 +260,38 @@ def test_lists_memory_again_beside_writers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_reads_ranges_at_once_and_no_byte_more_than_asked_for() -> None:
-    fs = RecordingFileSystem()
-    store, content = FsspecStore(fs, "bucket"), os.urandom(4 * MIB)
-    fs.content["bucket/k"] = content
+    fs, store, content = recording(4 * MIB)
     # Too far apart to be joined: each is a range of its own.
     cuts = [(at, at + 1000) for at in range(0, len(content), 100_000)]
-    assert read_through(store, cuts, content, connections=8) == b"".join(content[a:b] for a, b in cuts)
+    assert read_through(store, cuts, connections=8) == b"".join(content[a:b] for a, b in cuts)
     assert sorted(fs.calls) == cuts
     assert 1 < fs.most_at_once <= 8
 
 
 def test_cuts_a_large_range_and_holds_no_more_than_the_budget() -> None:
-    fs = RecordingFileSystem()
-    store, content = FsspecStore(fs, "bucket"), os.urandom(12 * MIB)
-    fs.content["bucket/k"] = content
+    fs, store, content = recording(12 * MIB)
     cuts = [(at, min(at + 3 * MIB, len(content))) for at in range(0, len(content), 3 * MIB)]
     settings = {"connections": 8, "max_inflight_bytes": 2 * MIB, "part_bytes": 3 * MIB}
-    assert read_through(store, cuts, content, **settings) == content
+    assert read_through(store, cuts, **settings) == content
     assert max(end - start for start, end in fs.calls) * fs.most_at_once <= 2 * MIB
     asked = sorted(fs.calls)
     assert [start for start, _ in asked] == [0, *(end for _, end in asked[:-1])]
 
 
 def test_asks_again_for_a_range_that_fails_for_now_and_raises_for_a_short_one() -> None:
-    fs = RecordingFileSystem()
-    store, content = FsspecStore(fs, "bucket"), os.urandom(MIB)
-    fs.content["bucket/k"] = content
+    fs, store, content = recording(MIB)
     fs.broken.add("bucket/k")
-    assert read_through(store, [(0, 1000), (500_000, 600_000)], content) == content[:1000] + content[500_000:600_000]
+    assert read_through(store, [(0, 1000), (500_000, 600_000)]) == content[:1000] + content[500_000:600_000]
     with pytest.raises(CorruptDataError):
-        read_through(store, [(MIB - 10, MIB + 10)], content)
+        read_through(store, [(MIB - 10, MIB + 10)])
 
 
 def test_asks_again_only_for_the_pieces_of_a_large_range_that_fail() -> None:
-    fs = RecordingFileSystem()
-    store, content = FsspecStore(fs, "bucket"), os.urandom(12 * MIB)
-    fs.content["bucket/k"] = content
+    fs, store, content = recording(12 * MIB)
     starts = range(0, 12 * MIB, MIB)
     fs.breaks_once.update(starts)
     settings = {"connections": 8, "max_inflight_bytes": 4 * MIB, "part_bytes": 12 * MIB, "read_attempts": 2}
-    assert read_through(store, [(0, 12 * MIB)], content, **settings) == content
+    assert read_through(store, [(0, 12 * MIB)], **settings) == content
     assert sorted(fs.calls) == sorted(2 * [(start, start + MIB) for start in starts])
 
 
@@ -303,7 +300,7 @@ def test_returns_exactly_the_ranges_that_were_asked_for_of_every_filesystem(foun
     store, content = FsspecStore(found.fs, found.root), os.urandom(MIB)
     store.put("k", [memoryview(content)])
     cuts = [(0, 1), (70_000, 170_000), (500_000, 500_001), (MIB - 1, MIB)]
-    assert read_through(store, cuts, content, free_gap_bytes=0) == b"".join(content[a:b] for a, b in cuts)
+    assert read_through(store, cuts, free_gap_bytes=0) == b"".join(content[a:b] for a, b in cuts)
 
 
 class _NoCopies(fsspec.AbstractFileSystem):  # type: ignore[misc]
@@ -345,19 +342,3 @@ def test_refuses_and_deletes_a_copy_whose_source_changes_meanwhile(
         store.copy(source, "t")
     assert not (tmp_path / "t").exists()
     assert [path.name for path in tmp_path.iterdir()] == ([] if change == "deleted" else ["k"])
-
-
-def test_leaves_no_file_of_a_copy_that_breaks_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fs = fsspec.filesystem("file")
-    store = FsspecStore(fs, str(tmp_path))
-    source = store.put("k", [memoryview(b"content")])
-
-    def half(self: Any, path: str, target: str, **options: Any) -> None:
-        assert Path(target) != tmp_path / "t"
-        Path(target).write_bytes(b"con")
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(type(fs), "cp_file", half)
-    with pytest.raises(StoreError, match="disk is full"):
-        store.copy(source, "t")
-    assert [path.name for path in tmp_path.iterdir()] == ["k"]
