@@ -157,13 +157,3 @@ GCS = Engine(
     sent=_media_of,
 )
 ENGINES = {"s3": S3, "gcs": GCS}
-
-
-def client_of(store: S3Store | GCSStore) -> int:
-    """The identity of the client that this process has for the store."""
-    return id((GCS if isinstance(store, GCSStore) else S3).clients.clients.get(store.options))
-
-
-def read_in_child(store: S3Store | GCSStore, parent_client: int, results: Any) -> None:
-    # Here and not beside its test, as a process that is spawned imports the module of what it runs.
-    results.put((store.get("k")[0], client_of(store) != parent_client))

@@ -148,7 +148,7 @@ def fsspec_case(found: Backend) -> Case:
     return Case(
         FsspecStore(found.fs, found.root),
         part_bytes=5 * MIB if found.name == "s3fs" else 1000,
-        keeps_double_slashes=found.name not in ("file", "dir"),
+        keeps_double_slashes=found.name != "dir",
         refuses_double_slashes=found.name == "s3fs",
         verifies=found.checks,
         conditional_delete=False,
@@ -158,10 +158,10 @@ def fsspec_case(found: Backend) -> Case:
     )
 
 
-BACKENDS = ["memory", "file", "dir", *SERVED]
+BACKENDS = ["memory", "dir", *SERVED]
 KINDS = ["moto", "minio", "versitygw", "gcs", "gcs_xml", "local", *BACKENDS]
 in_parts = pytest.mark.parametrize(
-    "case", [kind for kind in KINDS if kind not in ("gcs", "memory", "file", "dir", "gcsfs")], indirect=True
+    "case", [kind for kind in KINDS if kind not in ("gcs", "memory", "dir", "gcsfs")], indirect=True
 )
 
 conditions = pytest.mark.parametrize("case", [*KINDS, "ceph"], indirect=True)

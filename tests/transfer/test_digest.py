@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +36,11 @@ def with_table(segments: list[Segment]) -> list[Segment]:
     return [*segments, Segment(table_nbytes(len(digested)), memoryview(tail), digests_of=digested)]
 
 
+def blocks_of(raw: bytes, nbytes: int) -> list[int]:
+    """The checksums of the blocks of this size."""
+    return [crc32c(raw[at : at + nbytes]) for at in range(0, len(raw), nbytes)] if nbytes else []
+
+
 SIZES = st.one_of(
     st.integers(0, 5000),
     st.sampled_from([BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES + 77]),
@@ -48,16 +54,16 @@ def helper() -> Iterator[UploadHelper]:
     helper.close()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_computes_the_digest_of_each_item_wherever_parts_end(
+def test_sends_each_item_with_its_checksums_and_digest_wherever_it_lies_and_parts_end(
     data: st.DataObject, helper: UploadHelper, tmp_path: Path
 ) -> None:
     arena = filled_arena(4 * MIB)
     raws: list[bytes] = []
     segments: list[Segment] = []
     for number, nbytes in enumerate(data.draw(st.lists(SIZES, min_size=1, max_size=5), label="sizes")):
-        kind = data.draw(st.sampled_from(["shared", "elsewhere", "filled", "without"]), label="kind")
+        kind = data.draw(st.sampled_from(["shared", "elsewhere", "read-only", "filled", "without"]), label="kind")
         block = data.draw(st.sampled_from([0, 1000, 300_001, BLOCK_BYTES, MIB]), label="block")
         view = view_of(arena, data.draw(st.integers(0, arena.nbytes - nbytes)), nbytes)
         raw = bytes(view)
@@ -66,11 +72,17 @@ def test_computes_the_digest_of_each_item_wherever_parts_end(
             out[:] = raw[start : start + len(out)]
 
         seed = None if kind == "without" else b"seed %d" % number
-        bytes_of = {"filled": None, "elsewhere": memoryview(raw)}.get(kind, view)
-        segments.append(
-            Segment(nbytes, bytes_of, fill if kind == "filled" else None, block_nbytes=block, digest_seed=seed)
-        )
+        others = {"filled": None, "elsewhere": memoryview(bytearray(raw)), "read-only": memoryview(raw)}
+        filled = fill if kind == "filled" else None
+        segments.append(Segment(nbytes, others.get(kind, view), filled, block_nbytes=block, digest_seed=seed))
         raws.append(raw)
+    crcs = [blocks_of(raw, segment.block_nbytes) for raw, segment in zip(raws, segments, strict=True)]
+    packed = b"".join(crc.to_bytes(4, "little") for blocks in crcs for crc in blocks)
+    if any(segment.block_nbytes for segment in segments):
+        tabled = [index for index, segment in enumerate(segments) if segment.block_nbytes]
+        segments.append(Segment(len(packed), table_of=tabled))
+        raws.append(packed)
+        crcs.append([])
     table = with_table(segments)
     expected = [
         None if segment.digest_seed is None else digest(memoryview(raw), segment.digest_seed)
@@ -84,6 +96,7 @@ def test_computes_the_digest_of_each_item_wherever_parts_end(
     else:
         store, _ = open_store(str(tmp_path))
         done = send(store, table, options)
+    assert list(map(list, done.block_crcs)) == [*crcs, []]
     assert list(done.digests) == [*expected, None]
     stored, info = store.get("k")
     assert stored[: sum(map(len, raws))] == b"".join(raws)

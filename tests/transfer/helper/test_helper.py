@@ -16,30 +16,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from bucketpoint.errors import AccessDeniedError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores.retry import process_budget
-from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Progress, Segment, TransferOptions, upload_objects
+from bucketpoint.transfer import Meter, ObjectSource, Progress, Segment, TransferOptions
 from bucketpoint.transfer.helper import process, start
 from bucketpoint.transfer.helper.messages import AT_ONCE, INLINE_BYTES, described
 from bucketpoint.transfer.helper.process import Upload, UploadHelper
 from kit.faults import Refuse, Rule, Script
 from kit.plugin import MakeProxy
 from kit.servers import S3Server
-from transfer.helper.orders import (
-    MIB,
-    OPTIONS,
-    filled_arena,
-    has_ended,
-    meter,
-    stop,
-    upload_of,
-    view_of,
-    wait_until,
-    whole,
-)
+from transfer.helper.orders import MIB, filled_arena, has_ended, meter, stop, upload_of, view_of, wait_until, whole
 
 
 @pytest.fixture(scope="module")
@@ -66,50 +53,6 @@ def in_bucket(minio: S3Server, nbytes: int) -> tuple[str, Upload]:
 def in_folder(folder: Path | str, nbytes: int = MIB) -> Upload:
     arena = filled_arena(nbytes)
     return upload_of(str(folder), [whole(arena)], arena)
-
-
-KINDS = st.sampled_from(["shared", "inline", "read-only", "elsewhere", "filled", "empty"])
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data())
-def test_sends_any_objects_as_threads_would_have(data: st.DataObject, helper: UploadHelper, tmp_path: Path) -> None:
-    arena = filled_arena(600_000)
-    sources = []
-    for number in range(data.draw(st.integers(1, 3), label="objects")):
-        segments: list[Segment] = []
-        for kind in data.draw(st.lists(KINDS, min_size=1, max_size=6), label="segments"):
-            nbytes = data.draw(st.integers(1, 200_000), label="nbytes") if kind != "empty" else 0
-            block = data.draw(st.sampled_from([0, nbytes, 70_001]), label="block")
-            if kind == "shared":
-                start = data.draw(st.integers(0, arena.nbytes - nbytes), label="start")
-                segments.append(Segment(nbytes, view_of(arena, start, nbytes), block_nbytes=block))
-                continue
-            raw = os.urandom(min(nbytes, 1000) if kind == "inline" else nbytes)
-
-            def fill(start: int, out: memoryview, raw: bytes = raw) -> None:
-                out[:] = raw[start : start + len(out)]
-
-            if kind == "filled":
-                segments.append(Segment(len(raw), fill=fill, block_nbytes=block))
-            else:
-                view = memoryview(raw if kind == "read-only" else bytearray(raw))
-                segments.append(Segment(len(raw), view, block_nbytes=block))
-        tabled = [index for index, segment in enumerate(segments) if segment.block_nbytes]
-        blocks = sum(-(-segments[index].nbytes // segments[index].block_nbytes) for index in tabled)
-        if tabled:
-            segments.append(Segment(4 * blocks, table_of=tabled))
-        sources.append(ObjectSource(f"a/{number}", segments))
-    work = upload_of(str(tmp_path / "helper"), sources, arena)
-    mine = upload_of(str(tmp_path / "threads"), sources)
-
-    there = helper.upload(work, meter())
-    here = upload_objects(mine.store, sources, OPTIONS, pool=BufferPool(16 * MIB), meter=meter())
-
-    assert [list(map(list, each.block_crcs)) for each in there] == [list(map(list, each.block_crcs)) for each in here]
-    assert [each.info.size for each in there] == [each.info.size for each in here]
-    for source in sources:
-        assert work.store.get(source.key)[0] == mine.store.get(source.key)[0]
 
 
 def test_counts_parts_progress_and_requests_here(helper: UploadHelper, minio: S3Server) -> None:
