@@ -598,8 +598,7 @@ class TestSignedDeletes:
             store.expiring_delete("k", 60)()
         assert "X-Amz" not in repr(caught.value)
         assert minio.keys(bucket) == ["k"]
-
-    def test_expires_no_requests_that_are_not_signed(self, minio: S3Server) -> None:
+        # What is not signed does not expire.
         store = S3Store("bucket", S3Options(endpoint_url=minio.endpoint, anon=True, service="minio"))
         assert not store.capabilities.expiring_delete
 

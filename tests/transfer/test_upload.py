@@ -59,24 +59,26 @@ def test_sends_segments_of_every_kind_with_the_checksums_of_their_blocks(service
     assert list(done.block_crcs[0]) == []
 
 
-ENDS = [parts * 5 * MIB + more for parts in (1, 2) for more in (-20, -3009, -3003, -3001, 0)]
+PART_BYTES = 100_000
+ENDS = [parts * PART_BYTES + more for parts in (1, 2) for more in (-20, -3009, -3003, -3001, 0)]
 
 
 @pytest.mark.parametrize("nbytes", [0, *ENDS])
-def test_makes_a_table_of_the_checksums_of_all_blocks_wherever_parts_end(service: Service, nbytes: int) -> None:
+def test_makes_a_table_of_the_checksums_of_all_blocks_wherever_parts_end(tmp_path: Path, nbytes: int) -> None:
     first, lazy = os.urandom(nbytes), os.urandom(3001)
-    blocks = [first[at : at + 4 * MIB] for at in range(0, len(first), 4 * MIB)]
+    blocks = [first[at : at + 40_000] for at in range(0, len(first), 40_000)]
     blocks += [lazy[at : at + 1000] for at in range(0, len(lazy), 1000)]
     table = struct.pack(f"<{len(blocks)}I", *map(crc32c, blocks))
     segments = [
-        Segment(len(first), memoryview(first), block_nbytes=4 * MIB),
+        Segment(len(first), memoryview(first), block_nbytes=40_000),
         Segment(len(lazy), fill=filler(lazy), block_nbytes=1000),
         Segment(len(table), table_of=[0, 1]),
     ]
     # As large as is asked for: parts are else evened out.
-    options = replace(OPTIONS, connections=1)
-    (done,) = send(store_of(service), ObjectSource("k", segments), options=options)
-    assert service.read("k") == first + lazy + table
+    options = replace(OPTIONS, connections=1, part_bytes=PART_BYTES, single_put_bytes=1)
+    store = LocalStore(str(tmp_path))
+    (done,) = send(store, ObjectSource("k", segments), options=options)
+    assert store.get("k")[0] == first + lazy + table
     assert done.info.size == len(first) + len(lazy) + len(table)
 
 

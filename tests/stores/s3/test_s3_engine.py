@@ -135,17 +135,6 @@ def test_receives_a_reply_piece_by_piece_over_one_connection(
     assert whole == content
 
 
-def test_retries_a_reply_that_breaks_off_after_a_piece() -> None:
-    def cut(request: Seen, number: int) -> Answer:
-        return Answer(206, {"Content-Range": "bytes 0-9/10", "ETag": '"e"'}, b"1234567890", cut=5)
-
-    with scripted(cut) as server:
-        reply = store_at(server).open_range("k", 0, 10)
-        reply.receive(views(bytearray(4)))
-        with pytest.raises(TransientStoreError):
-            reply.receive(views(bytearray(6)))
-
-
 def test_fails_a_complete_that_answers_200_with_an_error_in_its_body() -> None:
     broken = b"<?xml version='1.0'?>\n<Error><Code>InternalError</Code><Message>scripted</Message></Error>"
     with scripted(lambda request, number: Answer(200, {"Content-Type": "application/xml"}, broken)) as server:

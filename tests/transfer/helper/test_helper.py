@@ -86,18 +86,7 @@ def test_unmaps_the_memory_of_an_upload_after_it(helper: UploadHelper, tmp_path:
     wait_until(lambda: len(os.listdir(f"/proc/{helper.process_id}/fd")) == len(descriptors))
 
 
-def test_raises_an_error_of_the_store_here_and_keeps_the_process(helper: UploadHelper, minio: S3Server) -> None:
-    arena = filled_arena(MIB)
-    refused = minio.limited_options({"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": ["arn:aws:s3:::*"]})
-    url = minio.url(minio.make_bucket())
-    with pytest.raises(AccessDeniedError):
-        helper.upload(upload_of(url, [whole(arena)], arena, storage_options=refused), meter())
-    process = helper.process_id
-    helper.upload(upload_of(url, [whole(arena)], arena, storage_options=minio.options), meter())
-    assert helper.process_id == process
-
-
-def test_passes_records_of_its_log_to_the_handlers_of_the_program(
+def test_raises_an_error_of_the_store_and_logs_here_and_keeps_the_process(
     helper: UploadHelper, minio: S3Server, fault_proxy: MakeProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     arena = filled_arena(6 * MIB)
@@ -110,6 +99,8 @@ def test_passes_records_of_its_log_to_the_handlers_of_the_program(
     (record,) = (each for each in caplog.records if each.name == "bucketpoint.transfer.pieces")
     assert record.process == helper.process_id
     assert record.getMessage().startswith("could not abort the multipart upload of a/whole: ")
+    helper.upload(upload_of(url, [whole(arena)], arena, storage_options=minio.options), meter())
+    assert helper.process_id == record.process
 
 
 def test_uses_variables_and_the_folder_that_were_set_after_it_was_started(
