@@ -23,7 +23,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def dripping(head: bytes, body: bytes, *, drips: int | None, read: int = 1 << 20, pause: float = 0.05) -> Iterator[str]:
+def dripping(head: bytes, body: bytes, *, drips: int | None) -> Iterator[str]:
     """An endpoint whose first answers come byte by byte, `drips` of them; the others come at once."""
     listener = socket.create_server(("127.0.0.1", 0))
     answered = []
@@ -32,7 +32,7 @@ def dripping(head: bytes, body: bytes, *, drips: int | None, read: int = 1 << 20
         with client:
             got = b""
             while b"\r\n\r\n" not in got:
-                piece = client.recv(read)
+                piece = client.recv(1 << 20)
                 if not piece:
                     return
                 got += piece
@@ -45,7 +45,7 @@ def dripping(head: bytes, body: bytes, *, drips: int | None, read: int = 1 << 20
                     return
                 for byte in body:
                     client.sendall(bytes([byte]))
-                    time.sleep(pause)
+                    time.sleep(0.05)
             except OSError:
                 return
 

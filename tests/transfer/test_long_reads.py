@@ -130,16 +130,6 @@ def test_requests_only_the_rest_again_after_a_break() -> None:
     assert meter.requests == 3
 
 
-def test_gives_up_a_reply_that_always_breaks_off() -> None:
-    store = streaming_store()
-    alter_replies(store, lambda reply, number: setattr(reply, "breaks_at", 0))
-    options = TransferOptions(part_bytes=10 * MIB, connections=1, max_inflight_bytes=2 * MIB, read_attempts=3)
-    with pytest.raises(TransientStoreError, match="broke off"):
-        run(store, column(MIB, 10 * MIB, lambda start, view: None), options)
-    assert len(store.replies) == 3
-    assert all(reply.dropped for reply in store.replies)
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_requests_damaged_bytes_once_more_and_never_delivers_them(times: int) -> None:
     store, taken = streaming_store(), dict[int, bytes]()
@@ -163,17 +153,20 @@ def test_requests_damaged_bytes_once_more_and_never_delivers_them(times: int) ->
     assert all(data == CONTENT[start : start + MIB] for start, data in taken.items())
 
 
-def test_ends_the_read_and_drops_its_reply_by_an_error_of_a_delivery() -> None:
+def test_drops_a_reply_that_always_breaks_off_or_whose_delivery_fails() -> None:
     def deliver(start: int, view: memoryview) -> None:
         if start == 3 * MIB:
             raise OSError("the planner failed")
 
-    store = streaming_store()
-    options = TransferOptions(part_bytes=10 * MIB, connections=1, max_inflight_bytes=MIB)
+    breaking, whole = streaming_store(), streaming_store()
+    alter_replies(breaking, lambda reply, number: setattr(reply, "breaks_at", 0))
+    options = TransferOptions(part_bytes=10 * MIB, connections=1, max_inflight_bytes=MIB, read_attempts=3)
+    with pytest.raises(TransientStoreError, match="broke off"):
+        run(breaking, column(MIB, 10 * MIB, lambda start, view: None), options)
     with pytest.raises(OSError, match="the planner failed"):
-        run(store, column(MIB, 10 * MIB, deliver), options)
-    assert len(store.replies) == 1
-    assert store.replies[0].dropped
+        run(whole, column(MIB, 10 * MIB, deliver), options)
+    assert (len(breaking.replies), len(whole.replies)) == (3, 1)
+    assert all(reply.dropped for reply in (*breaking.replies, *whole.replies))
 
 
 @settings(max_examples=40, deadline=None)
