@@ -109,8 +109,6 @@ class ScriptedServer:
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.endpoint = f"{'http' if tls is None else 'https'}://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
@@ -123,7 +121,6 @@ class ScriptedServer:
 def scripted(script: Script, tls: Path | None = None, *, remembers: bool = True) -> Iterator[ScriptedServer]:
     """Serve by a script; over TLS with the certificate and the key in a folder."""
     server = ScriptedServer(script, tls, remembers=remembers)
-    server.start()
     try:
         yield server
     finally:
