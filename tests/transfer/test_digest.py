@@ -1,4 +1,4 @@
-"""Digests of items: uploads compute what `digest` computes in one go, wherever parts end and whichever thread sends."""
+"""Uploads by threads and by the helper: checksums and digests are those of the whole, wherever parts end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def helper() -> Iterator[UploadHelper]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_sends_each_item_with_its_checksums_and_digest_wherever_it_lies_and_parts_end(
+def test_sends_each_item_with_checksums_and_digest_wherever_it_lies_and_parts_end(
     data: st.DataObject, helper: UploadHelper, tmp_path: Path
 ) -> None:
     arena = filled_arena(4 * MIB)

@@ -121,7 +121,7 @@ def test_says_with_every_request_who_pays() -> None:
         assert "payer" not in request.target + str(request.headers)
 
 
-def test_sends_the_key_and_class_of_what_makes_an_object_and_the_user_agent_with_everything() -> None:
+def test_sends_key_and_class_of_what_makes_an_object_and_the_user_agent_with_all() -> None:
     options = {"kms_key_name": KMS_KEY, "storage_class": "NEARLINE", "user_agent": "my-job/1"}
     sent = sent_by_each_operation(**options, uploads="xml")
     assert query(sent["put"])["kmsKeyName"] == [KMS_KEY]

@@ -117,7 +117,7 @@ class Own(TransferOptions):
         return int, ("no number",)
 
 
-def test_refuses_an_order_that_means_nothing_elsewhere_and_keeps_process_but_no_memory(
+def test_refuses_orders_that_mean_nothing_elsewhere_and_keeps_only_the_process(
     helper: UploadHelper, tmp_path: Path
 ) -> None:
     class Local(TransferOptions):
