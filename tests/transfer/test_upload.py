@@ -83,7 +83,12 @@ def test_makes_a_table_of_the_checksums_of_all_blocks_wherever_parts_end(tmp_pat
 
 
 @in_parts
-def test_aborts_the_upload_of_a_failed_part_and_the_others(service: Service) -> None:
+def test_leaves_nothing_of_an_upload_of_which_a_part_or_the_source_fails(service: Service) -> None:
+    def fill(start: int, out: memoryview) -> None:
+        raise OSError("the device is gone")
+
+    with pytest.raises(OSError, match="device"):
+        send(store_of(service), ObjectSource("one", [Segment(20 * MIB, fill=fill)]))
     data = os.urandom(24 * MIB)
     sources = [ObjectSource(key, [Segment(len(data), memoryview(data))]) for key in ("one", "two")]
     inner = store_of(service)
@@ -111,16 +116,6 @@ def test_takes_a_lost_answer_to_complete_for_no_failure(service: Service, stream
     else:
         info = send(lossy, ObjectSource("k", [Segment(len(data), memoryview(data))]))[0].info
     assert info.size == len(data)
-
-
-def test_fails_the_upload_by_a_source_that_raises_and_leaves_nothing(service: Service) -> None:
-    def fill(start: int, out: memoryview) -> None:
-        raise OSError("the device is gone")
-
-    source = ObjectSource("k", [Segment(20 * MIB, fill=fill)])
-    with pytest.raises(OSError, match="device"):
-        send(store_of(service), source)
-    assert service.open_uploads("k") == service.listed() == []
 
 
 @in_parts

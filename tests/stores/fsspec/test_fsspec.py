@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from bucketpoint.doctor.examine import examine
 from bucketpoint.errors import CorruptDataError, EndpointError, ObjectNotFoundError, PreconditionFailedError, StoreError
-from bucketpoint.stores import ObjectInfo, proven
+from bucketpoint.stores import proven
 from bucketpoint.stores.base import SCRATCH
 from bucketpoint.stores.fsspec import FsspecStore, drivers
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
@@ -303,19 +303,10 @@ def test_returns_exactly_the_ranges_that_were_asked_for_of_every_filesystem(foun
     assert read_through(store, cuts, free_gap_bytes=0) == b"".join(content[a:b] for a, b in cuts)
 
 
-class _NoCopies(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """A filesystem that has files and no `cp_file`."""
-
-    protocol = "nocopies"
-    cachable = False
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        return {"name": path, "size": 1, "type": "file", "ETag": "e"}
-
-
 def test_refuses_copies_on_a_filesystem_without_them_with_an_error_of_ours() -> None:
+    _, store, _ = recording(1)
     with pytest.raises(StoreError, match="NotImplementedError"):
-        FsspecStore(_NoCopies(), "root").copy(ObjectInfo("k", 1, "e"), "t")
+        store.copy(store.head("k"), "t")
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted", "cut"])

@@ -32,12 +32,6 @@ pytestmark = pytest.mark.contract
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(retry, "FIRST_THROTTLED_DELAY_S", 0.01)
-
-
 def store_on(server: GCSServer, **options: Any) -> GCSStore:
     return GCSStore(server.make_bucket(), GCSOptions.from_storage_options({**server.options, **options}))
 

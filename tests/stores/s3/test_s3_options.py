@@ -245,30 +245,6 @@ def test_makes_attempts_in_one_place_however_their_number_is_given(
         policy(retry_deadline_s=0)
 
 
-def test_sends_requests_to_the_path_or_to_the_host_as_the_style_says() -> None:
-    def url(**options: Any) -> str:
-        client = s3_client.build_client(S3Options(access_key="a", secret_key="b", region="eu-west-1", **options))
-        seen: list[str] = []
-
-        def capture(request: Any, **_: Any) -> None:
-            seen.append(request.url)
-            raise InterruptedError
-
-        client.api.meta.events.register_first("before-send.s3", capture)
-        with pytest.raises(InterruptedError):
-            client.call("GetObject", Bucket="bucket", Key="k")
-        return seen[0]
-
-    def style(name: str) -> dict[str, Any]:
-        return {"config_kwargs": {"s3": {"addressing_style": name}}}
-
-    assert url() == "https://bucket.s3.eu-west-1.amazonaws.com/k"
-    assert url(**style("path")) == "https://s3.eu-west-1.amazonaws.com/bucket/k"
-    assert url(endpoint_url="http://127.0.0.1:9000") == "http://127.0.0.1:9000/bucket/k"
-    assert url(endpoint_url="https://store.example", **style("virtual")) == "https://bucket.store.example/k"
-    assert url(endpoint_url="https://store.example", **style("path")) == "https://store.example/bucket/k"
-
-
 KEY = b"0123456789abcdef0123456789abcdef"
 SSE = "x-amz-server-side-encryption"
 EACH = {"put", "create", "part", "read", "head", "copy", "list"}
