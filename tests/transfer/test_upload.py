@@ -235,13 +235,9 @@ def test_sends_each_item_with_checksums_and_digest_wherever_it_lies_and_parts_en
         block = data.draw(st.sampled_from([0, 1000, 300_001, BLOCK_BYTES, MIB]), label="block")
         view = view_of(arena, data.draw(st.integers(0, arena.nbytes - nbytes)), nbytes)
         raw = bytes(view)
-
-        def fill(start: int, out: memoryview, raw: bytes = raw) -> None:
-            out[:] = raw[start : start + len(out)]
-
         seed = None if kind == "without" else b"seed %d" % number
         others = {"filled": None, "elsewhere": memoryview(bytearray(raw)), "read-only": memoryview(raw)}
-        filled = fill if kind == "filled" else None
+        filled = filler(raw) if kind == "filled" else None
         segments.append(Segment(nbytes, others.get(kind, view), filled, block_nbytes=block, digest_seed=seed))
         raws.append(raw)
     crcs = [blocks_of(raw, segment.block_nbytes) for raw, segment in zip(raws, segments, strict=True)]
