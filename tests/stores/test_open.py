@@ -70,12 +70,12 @@ def test_accepts_a_url_only_if_something_can_serve_it() -> None:
         assert not accepts_url(url)
         with pytest.raises(InvalidURLError, match=r"Pass s3://, gs:// or az://|is not installed"):
             open_store(url)
-    for url in "s3://b/x::y gs://b/x az://b/x file:///a memory://a simplecache::s3://b/x a/b a:b".split():
+    for url in ("s3://b/x::y", "gs://b/x", "az://b/x", "file:///a", "memory://a", "simplecache::s3://b/x", "a/b"):
         assert accepts_url(url)
     # What only looks like a folded or mistyped URL.
     for url in ("s3://bucket/home/s3:/x", "a:b/c", "./data:x/y", "c:/x", "memory://s3:/x", "run:/x", "dir/s3//x"):
         assert accepts_url(url)
-    for url in ("./s3//x", "./s3:x", "/s3//x", "data//x", "s3/x", "s3//", "c:x", "dir/s3:x"):
+    for url in ("./s3//x", "./s3:x", "/s3//x", "data//x", "s3/x", "s3//", "c:x", "a:b", "dir/s3:x"):
         assert accepts_url(url)
 
 
