@@ -211,6 +211,15 @@ def test_frees_the_body_at_once_after_an_error_that_was_handled(attempts: int) -
         gc.enable()
 
 
+def test_keeps_no_body_alive_by_the_first_error() -> None:
+    last, body = fail_with_a_body(2)
+    first = last.__cause__
+    del last
+    gc.collect()
+    assert first is not None
+    assert body() is None
+
+
 def test_stops_repeating_in_the_process_once_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "_budgets", {"process": retry.Budget(tokens=8)})
     with scripted(lambda request, number: error(500, "InternalError")) as server:
