@@ -138,10 +138,10 @@ def test_cuts_off_a_silent_read_and_sends_it_again(
 def test_waits_for_a_store_that_is_slow_as_a_whole(
     minio: S3Server, fault_proxy: MakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_reads, "LEAST_S", 0.1)
+    monkeypatch.setattr(long_reads, "LEAST_S", 0.2)
     proxy = proxy_before(minio, fault_proxy)
     store = behind(Service.on(minio), proxy)
-    proxy.play(always(Delay(0.5), kinds=["GetObject"]))
-    # The first reads are cut off after 0.1, 0.2 and 0.4 s. Then the median is known.
+    proxy.play(always(Delay(1.0), kinds=["GetObject"]))
+    # The first reads are cut off after 0.2, 0.4 and 0.8 s. Then the median is known.
     assert load(store) == DATA
     proxy.clear()
