@@ -200,23 +200,6 @@ class Stale(Fault):
 
 
 @dataclass(frozen=True)
-class SkewClock(Fault):
-    """The store's clock, in the Date of replies, is ahead. Beyond 15 minutes requests are refused.
-
-    https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed.
-
-    Attributes:
-        seconds: seconds by which the clock is ahead.
-    """
-
-    seconds: float = 3600.0
-
-    LARGEST_S = 900.0
-
-    label = "clock skewed"
-
-
-@dataclass(frozen=True)
 class ExpireCredentials(Fault):
     """From this request on, all requests with the same access key or token are refused.
 

@@ -176,16 +176,11 @@ class Upstream:
         tls = parts.scheme == "https"
         return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, ca, host_header)
 
-    def serves(self, host: str) -> bool:
-        """Return True if a request for this host, as clients of a forward proxy name it, is one for this store."""
-        return host == self.host or host.endswith(f".{self.host}")
-
-    def connect(self, host: str | None = None) -> Stream:
-        name = host or self.host
-        sock: socket.socket | ssl.SSLSocket = socket.create_connection((name, self.port))
+    def connect(self) -> Stream:
+        sock: socket.socket | ssl.SSLSocket = socket.create_connection((self.host, self.port))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.tls:
-            sock = ssl.create_default_context(cafile=self.ca).wrap_socket(sock, server_hostname=name)
+            sock = ssl.create_default_context(cafile=self.ca).wrap_socket(sock, server_hostname=self.host)
         return Stream(sock)
 
 
@@ -218,9 +213,6 @@ class Head:
     @property
     def expects_continue(self) -> bool:
         return self.headers.get("expect", "").lower() == "100-continue"
-
-    def with_first(self, *words: str) -> Head:
-        return Head.parse(" ".join(words).encode("latin-1") + self.raw[self.raw.index(b"\r\n") :])
 
     def with_header(self, name: str, value: str) -> Head:
         """Return the same head with one header replaced or added."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kit.servers import S3Server
     from kit.tally import Tally
 
-NO_MINIO = "there is no MinIO server here: put `minio` on the PATH, or set $MINIO"
-
 _WORKER_OUTPUT = "bucketpoint_tally"
 
 _tally = pytest.StashKey["Tally"]()
@@ -52,19 +50,8 @@ def bucketpoint_moto() -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
-def bucketpoint_minio_binary() -> Path:
-    """Path of the MinIO server's program. Override this fixture to use another one."""
-    from kit.servers import find_minio
-
-    binary = find_minio()
-    if binary is None:
-        pytest.skip(NO_MINIO)
-    return binary
-
-
-@pytest.fixture(scope="session")
 def bucketpoint_minio(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
-    """A MinIO server, for the session."""
+    """A MinIO server, for the session; `bucketpoint_minio_binary` is the path of its program."""
     from kit import servers
 
     with servers.minio(bucketpoint_minio_binary) as server:

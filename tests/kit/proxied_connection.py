@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from kit.faults import (
     CutReply,
@@ -29,7 +28,6 @@ from kit.faults import (
     Refuse,
     Reset,
     Script,
-    SkewClock,
     Slow,
     Stale,
     Stall,
@@ -199,7 +197,6 @@ class Connection:
     board: Board
     name: str
     _server: Stream | None = None
-    _server_host: str = ""
     _up: Pace = field(init=False)
     _down: Pace = field(init=False)
 
@@ -251,8 +248,6 @@ class Connection:
                     # https://cloud.google.com/storage/docs/json_api/v1/status-codes#401-unauthorized
                     refusal = (400, "ExpiredToken") if note.request.api is Api.S3 else (401, "authError")
                     return self._refuse(head, note, *refusal)
-                case SkewClock(seconds=seconds) if abs(seconds) > SkewClock.LARGEST_S:
-                    return self._refuse(head, note, 403, "RequestTimeTooSkewed", date=time.time() + seconds)
                 case Stale():
                     remembered = self.board.remembered(note.request)
                     if remembered is not None:
@@ -284,13 +279,8 @@ class Connection:
                 response = self._response(server)
         note.status = int(response.first[1])
         bodiless = head.first[0] == "HEAD" or response.first[1] in ("204", "304")
-        match fault:
-            case (
-                Reset(acted=True) | Stall(acted=True) | Refuse(acted=True) | ErrorInBody(acted=True) | Kill(acted=True)
-            ):
-                return self._lose(head, response, note, fault, bodiless=bodiless)
-            case SkewClock(seconds=seconds):
-                response = response.with_header("Date", email.utils.formatdate(time.time() + seconds, usegmt=True))
+        if fault is not None and getattr(fault, "acted", False):
+            return self._lose(head, response, note, fault, bodiless=bodiless)
         if self.board.remembers(note.request) and not response.chunked and response.length <= REMEMBERED_BYTES:
             kept = bytearray(response.raw)
             if not bodiless:
@@ -332,19 +322,11 @@ class Connection:
 
     def _ask(self, head: Head) -> Stream:
         """Send the head to the store, over the existing connection or a new one."""
-        host = self.upstream.host
-        if head.first[1].startswith(("http://", "https://")):
-            parts = urlsplit(head.first[1])
-            host = parts.hostname or ""
-            if not self.upstream.serves(host):
-                raise Closed("a request for another host")
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            head = head.with_first(head.first[0], target, head.first[2])
         if self.upstream.host_header is not None:
             head = head.with_header("Host", self.upstream.host_header)
-        if self._server is None or self._server_host != host or self._server.ended():
+        if self._server is None or self._server.ended():
             self._drop_server()
-            self._server, self._server_host = self.upstream.connect(host), host
+            self._server = self.upstream.connect()
         self._server.write(head.raw)
         return self._server
 
@@ -354,28 +336,26 @@ class Connection:
             raise Closed("the server ended the connection")
         return Head.parse(raw)
 
-    def _refuse(self, head: Head, note: RecordedRequest, status: int, code: str, *, date: float | None = None) -> bool:
+    def _refuse(self, head: Head, note: RecordedRequest, status: int, code: str) -> bool:
         """Answer in the store's place."""
         if head.expects_continue:
             # The client withholds its body, and its next bytes on this connection cannot be predicted: close it.
-            self._answer(note.request, status, code, date=date, closing=True)
+            self._answer(note.request, status, code, closing=True)
             return False
         self._drop_request(head, note)
-        self._answer(note.request, status, code, date=date)
+        self._answer(note.request, status, code)
         return head.keeps_alive
 
     def _drop_request(self, head: Head, note: RecordedRequest) -> None:
         note.sent = move_body(head, self.client, nowhere, self._up)
 
-    def _answer(
-        self, request: StoreRequest, status: int, code: str, *, date: float | None = None, closing: bool = False
-    ) -> None:
+    def _answer(self, request: StoreRequest, status: int, code: str, *, closing: bool = False) -> None:
         body = _error(request, status, code)
         lines = [
             f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}",
             f"Content-Type: application/{'json' if request.api is Api.GCS_JSON else 'xml'}",
             f"Content-Length: {len(body)}",
-            f"Date: {email.utils.formatdate(date, usegmt=True)}",
+            f"Date: {email.utils.formatdate(usegmt=True)}",
             *(["Connection: close"] if closing else []),
         ]
         self.client.write("\r\n".join([*lines, "", ""]).encode() + body)

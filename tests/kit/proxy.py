@@ -22,10 +22,8 @@ from kit.proxied_connection import Board, Connection, Counts, RecordedRequest
 class FaultProxy:
     """HTTP proxy in front of one store, on a port of this machine's loopback. Use it as a context manager.
 
-    A client reaches the store through the proxy in one of two ways. As the endpoint (`url`): the Host header passes as
-    the client signed it, which MinIO, moto and other stores that do not check it accept. As a forward proxy
-    (`options`), for stores that check it: the client names the store's true host, and requests go on over TLS if the
-    store speaks TLS.
+    It is the client's endpoint (`url`): the Host header passes as the client signed it, which MinIO, moto and other stores
+    that do not check it accept.
 
     Args:
         upstream: URL of the store: `http://127.0.0.1:9000`, `https://s3.eu-west-1.amazonaws.com`.
@@ -33,7 +31,6 @@ class FaultProxy:
         wire: delays and caps that all requests share.
         ca: a file of authorities to trust, for a store under TLS.
         host_header: see `Upstream`.
-        certificate: (certificate, key) files: clients then speak TLS to the proxy.
     """
 
     def __init__(
@@ -44,16 +41,11 @@ class FaultProxy:
         wire: Wire | None = None,
         ca: str | None = None,
         host_header: str | None = None,
-        certificate: tuple[str, str] | None = None,
     ) -> None:
         self.upstream = Upstream.of(upstream, ca=ca, host_header=host_header)
         self.board = Board(script or Script())
         self._wire = wire or Wire()
         self._total = Pace(self._wire.total_bytes_per_s)
-        self._context: ssl.SSLContext | None = None
-        if certificate is not None:
-            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._context.load_cert_chain(*certificate)
         self._listener: socket.socket | None = None
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -64,15 +56,7 @@ class FaultProxy:
     @property
     def url(self) -> str:
         """URL of the proxy itself, to be used as an `endpoint_url`."""
-        return f"{'https' if self._context else 'http'}://127.0.0.1:{self.port}"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """`storage_options` that lead through the proxy to the store's true host, for S3."""
-        host, port = self.upstream.host, self.upstream.port
-        default = port == (443 if self.upstream.tls else 80)
-        endpoint = f"http://{host}" if default else f"http://{host}:{port}"
-        return {"endpoint_url": endpoint, "config_kwargs": {"proxies": {"http": self.url}}}
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def exchanges(self) -> list[RecordedRequest]:
@@ -124,7 +108,7 @@ class FaultProxy:
         with self._lock:
             self._open.add(accepted)
         try:
-            serve(accepted, self._context, self.upstream, self._wire, self._total, self.board)
+            serve(accepted, None, self.upstream, self._wire, self._total, self.board)
         finally:
             with self._lock:
                 self._open.discard(accepted)

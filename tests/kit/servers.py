@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import boto3
@@ -149,12 +148,6 @@ def _client_of(server: S3Server) -> Any:
 def _loader() -> botocore.loaders.Loader:
     """Return the loader of botocore's descriptions of services. A client with a loader of its own takes 12 MB."""
     return botocore.loaders.create_loader()
-
-
-def find_minio() -> Path | None:
-    """Find the MinIO server of this machine: `$MINIO`, or `minio` on the PATH."""
-    binary = os.environ.get("MINIO") or which("minio")
-    return Path(binary) if binary else None
 
 
 @contextmanager
