@@ -22,8 +22,8 @@ from kit.proxied_connection import Board, Connection, Counts, RecordedRequest
 class FaultProxy:
     """HTTP proxy in front of one store, on a port of this machine's loopback. Use it as a context manager.
 
-    It is the client's endpoint (`url`): the Host header passes as the client signed it, which MinIO, moto and other stores
-    that do not check it accept.
+    A client takes `url` for its endpoint. The Host header passes as the client signed it, which MinIO, moto and other
+    stores that do not check it accept.
 
     Args:
         upstream: URL of the store: `http://127.0.0.1:9000`, `https://s3.eu-west-1.amazonaws.com`.

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
+import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
+from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.errors import BucketpointError
+from bucketpoint.location import Location
+from bucketpoint.stores import open_store
 
 SECRETS = {
     "access key": "AKIAPLANTEDACCESSKEY",
@@ -59,3 +64,23 @@ def assert_failure_is_clean(failure: BaseException, where: str) -> None:
         if isinstance(one, BucketpointError):
             assert_clean(pickle.dumps(one), f"{where}: pickle")
             assert_clean(json.dumps({"message": one.message, **one.fields()}, default=str), f"{where}: fields")
+
+
+def clean_failures(url: str, options: dict[str, Any], writer: Any, reader: Any, *others: Any) -> list[BaseException]:
+    """The errors of a save, a load and two reads that fail: none of them tells a secret, nor does what made them."""
+    store, _ = open_store(url, storage_options=options)
+    for what in (writer, reader, store, *others):
+        assert_clean(repr(what), "repr")
+        assert_clean(f"{what}", "str")
+    failures = []
+    for call in (
+        lambda: dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True),
+        lambda: dcp.load({"w": torch.ones(2)}, checkpoint_id=url, storage_reader=reader, no_dist=True),
+        lambda: open_checkpoint(Location.of(url, options)),
+        lambda: store.get("k"),
+    ):
+        with pytest.raises((dcp.CheckpointException, BucketpointError)) as caught:
+            call()
+        assert_failure_is_clean(caught.value, url)
+        failures.append(caught.value)
+    return failures

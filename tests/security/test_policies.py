@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
+import bucketpoint
 import make_policies
 from bucketpoint import S3Reader, S3Writer, TransferOptions, async_save
 from bucketpoint.catalog.catalog import open_catalog
@@ -40,6 +40,7 @@ PREFIX = "teams/a"
 # A prefix is for all runs of a team, and may be that of one run.
 RUN = f"{PREFIX}/run-1"
 MIB = 1 << 20
+Place = tuple[str, dict[str, dict[str, Any]]]
 SMALL_PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB, connections=4)
 
 
@@ -50,7 +51,7 @@ def statements(role: str, bucket: str, below: str = f"{PREFIX}/") -> list[dict[s
 
 
 @pytest.fixture(scope="module")
-def place(minio: S3Server) -> tuple[str, dict[str, dict[str, Any]]]:
+def place(minio: S3Server) -> Place:
     """A bucket, and `storage_options` of each role on it."""
     bucket = minio.make_bucket()
     return bucket, {role: minio.limited_options(*statements(role, bucket)) for role in ROLES}
@@ -107,8 +108,8 @@ def test_allows_requests_without_a_prefix_in_amazons_policies_unlike_minios() ->
         assert amazons.replace("StringLikeIfExists", "StringLike") == (POLICIES / f"{role}.json").read_text()
 
 
-def test_lets_a_trainer_save_overwrite_restore_and_keep_notes(
-    place: tuple[str, dict[str, dict[str, Any]]], caplog: pytest.LogCaptureFixture
+def test_lets_a_trainer_save_overwrite_restore_and_keep_notes_and_a_reader_verify(
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket, roles = place
     url, options = f"s3://{bucket}/{RUN}/plain/step-1", roles["trainer"]
@@ -125,17 +126,19 @@ def test_lets_a_trainer_save_overwrite_restore_and_keep_notes(
     managed(root, options, 10, 20)
     with CheckpointManager(root, policy=manual(latest=9), storage_options=options) as manager:
         manager.report(20, {"eval/loss": 0.5})
-        target = {"model": {"w": torch.zeros(100)}, "optim": {"m": torch.zeros(100)}}
+        target = trained(0)
         restored = manager.restore(target)
     assert restored is not None
     assert restored.step == 20
     assert target["model"]["w"][0] == 20
     refused = [one.message for one in caplog.records if one.levelno >= logging.WARNING and "bucketpoint" in one.name]
     assert refused == [], "nothing of a trainer's daily work is refused"
+    assert {10, 20} <= {one.step for one in open_catalog(Location.of(root, roles["reader"])).snapshot().checkpoints}
+    assert verify(open_checkpoint(Location.of(f"{root}/step-20", roles["reader"]))).ok
 
 
 def test_lets_no_trainer_that_prunes_or_removes_end_a_checkpoint(
-    place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server, caplog: pytest.LogCaptureFixture
+    place: Place, minio: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket, roles = place
     root, options = f"s3://{bucket}/{PREFIX}/run-2", roles["trainer"]
@@ -147,27 +150,15 @@ def test_lets_no_trainer_that_prunes_or_removes_end_a_checkpoint(
         prune_by(catalog, manual(latest=1), holder="test", force=True)
     policy = RetentionPolicy(Keep(latest=1), prune=Prune(grace=timedelta(0)))
     with CheckpointManager(root, policy=policy, storage_options=options) as manager:
-        manager.save(40, {"model": {"w": torch.ones(100)}, "optim": {"m": torch.ones(100)}})
+        manager.save(40, trained(40))
     assert "pruning failed" in caplog.text
     assert "role pruner" in caplog.text
     for step in (10, 20, 30):
-        target = {"model": {"w": torch.zeros(100)}}
-        reader = S3Reader(storage_options=options)
-        dcp.load(target, checkpoint_id=f"{root}/step-{step}", storage_reader=reader, no_dist=True)
-        assert target["model"]["w"][0] == step
-
-
-def test_lets_a_reader_find_load_and_verify(place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server) -> None:
-    bucket, roles = place
-    root = f"s3://{bucket}/{RUN}"
-    managed(root, minio.options, 30)
-    assert 30 in {one.step for one in open_catalog(Location.of(root, roles["reader"])).snapshot().checkpoints}
-    saved = open_checkpoint(Location.of(f"{root}/step-30", roles["reader"]))
-    assert verify(saved).ok
+        assert bucketpoint.load(f"{root}/step-{step}", storage_options=options)["model"]["w"][0] == step
 
 
 def test_lets_a_pruner_plan_prune_thin_undo_and_sweep(
-    place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server
+    place: Place, minio: S3Server
 ) -> None:
     bucket, roles = place
     root = f"s3://{bucket}/{RUN}"
@@ -258,7 +249,7 @@ ELSEWHERE = {"pruner": {"uploads"}}
 
 @pytest.mark.parametrize("role", ROLES)
 def test_refuses_each_role_all_that_is_not_its_work(
-    role: str, place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server
+    role: str, place: Place, minio: S3Server
 ) -> None:
     """Every request that a store makes, on each kind of object, in the run and in another one beside it."""
     bucket, roles = place

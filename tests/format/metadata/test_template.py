@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata import codec
 from bucketpoint.format.metadata.codec import extension
 from bucketpoint.format.metadata.template import make_template
@@ -43,21 +42,22 @@ def index_columns(indices: list[list[MetadataIndex]]) -> IndexColumns:
     return IndexColumns([index.fqn for index in every], [index.offset for index in every], hints, tuple(borders))
 
 
-def save(ranks: list[Any], token: int, checksum: Any) -> list[Columns]:
-    """Columns of a save whose checksums are made by `checksum(the one drawn)`."""
-    packed = []
-    for rank, items in enumerate(ranks):
-        infos = [
-            make_storage_info(
-                f"data/{token:012x}-{rank}-{number}", 100 * at, 90, payload_offset=10, payload_nbytes=64,
-                crc32c=checksum(crc), block_nbytes=16, table_offset=70_000 + at if tabled else None,
-            )
-            for at, (number, crc, tabled) in enumerate(items)
-        ]  # fmt: skip
-        columns = pack(infos)
-        assert columns is not None
-        packed.append(columns)
+def columns_of(ranks: list[Any], info: Callable[..., Any]) -> list[Columns]:
+    """Columns of each rank's items, of which `info(rank, place of the item, item)` makes the storage info."""
+    packed = [pack([info(rank, at, item) for at, item in enumerate(items)]) for rank, items in enumerate(ranks)]
+    assert None not in packed
     return packed
+
+
+def save(ranks: list[Any], token: int) -> list[Columns]:
+    def info(rank: int, at: int, item: tuple[int, int, bool]) -> Any:
+        number, crc, tabled = item
+        return make_storage_info(
+            f"data/{token:012x}-{rank}-{number}", 100 * at, 90, payload_offset=10, payload_nbytes=64, crc32c=crc,
+            block_nbytes=16, table_offset=70_000 + at if tabled else None,
+        )  # fmt: skip
+
+    return columns_of(ranks, info)
 
 
 DIMS = st.integers(0, 3) | st.sampled_from([255, 256, 65535, 65536, (1 << 31) - 1, 1 << 31, 1 << 40])
@@ -92,20 +92,17 @@ def test_fills_the_template_of_an_earlier_save_with_what_a_pickle_of_objects_say
     names = [f"{rank}.{at}" for rank, items in enumerate(ranks) for at in range(len(items))]
     metadata, flat = described(data.draw, names)
     indices = [[flat.pop(0) for _ in items] for items in ranks]
-    packed = []
-    for rank, items in enumerate(ranks):
-        infos = [
-            make_storage_info(
-                f"{path}-{rank}-{number}", data.draw(DIMS), data.draw(DIMS), crc32c=crc,
-                block_nbytes=data.draw(DIMS) + 1, table_offset=data.draw(DIMS if tabled else st.none()),
-                transform_descriptors=["zstd", "aes"] if transformed else None,
-                **({"payload_offset": data.draw(DIMS), "payload_nbytes": data.draw(DIMS)} if at % 2 else {}),
-            )
-            for at, (number, crc, tabled) in enumerate(items)
-        ]  # fmt: skip
-        columns = pack(infos)
-        assert columns is not None
-        packed.append(columns)
+
+    def info(rank: int, at: int, item: tuple[int, int, bool]) -> Any:
+        number, crc, tabled = item
+        return make_storage_info(
+            f"{path}-{rank}-{number}", data.draw(DIMS), data.draw(DIMS), crc32c=crc,
+            block_nbytes=data.draw(DIMS) + 1, table_offset=data.draw(DIMS if tabled else st.none()),
+            transform_descriptors=["zstd", "aes"] if transformed else None,
+            **({"payload_offset": data.draw(DIMS), "payload_nbytes": data.draw(DIMS)} if at % 2 else {}),
+        )  # fmt: skip
+
+    packed = columns_of(ranks, info)
     # Of an earlier save: other names of the objects, and other checksums.
     earlier = [
         Columns(
@@ -151,7 +148,7 @@ def test_makes_no_template_of_metadata_of_unusual_kinds() -> None:
         state: dict[str, Any] = {"a": TensorStorageMetadata(TensorProperties(), torch.Size([1]), [kind])}
         for named, known in ((state, True), ({**state, "b": None}, False), ({}, False)):
             items = index_columns([[index]])
-            assert (make_template(Metadata(named), items, save(ranks, 1, int)) is not None) == (has and known)
+            assert (make_template(Metadata(named), items, save(ranks, 1)) is not None) == (has and known)
 
 
 def end_of(facts: dict[str, Any]) -> dict[str, Any]:
@@ -162,31 +159,17 @@ def end_of(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def simple() -> tuple[list[Any], Any]:
+def test_fills_a_template_again_and_again_but_not_with_what_does_not_fit_its_gaps() -> None:
     ranks = [[(0, 1, True), (1, 2, False)]]
     items = index_columns([[MetadataIndex("a"), MetadataIndex("b")]])
     metadata = Metadata({"a": BytesStorageMetadata(), "b": BytesStorageMetadata()}, {})
-    return ranks, make_template(metadata, items, save(ranks, 1, int))
-
-
-def test_refuses_to_fill_in_what_does_not_fit_the_gaps() -> None:
-    ranks, template = simple()
-    (columns,) = save(ranks, 2, int)
+    template = make_template(metadata, items, save(ranks, 1))
+    (columns,) = save(ranks, 2)
     end = end_of({})
-    assert template.fill([columns], end) is not None
+    one, other, third = (template.fill(save(ranks, token), end) for token in (2, 3, 2))
+    assert one == third != other
     longer = tuple([(f"{path}x", None, None) for path, *_ in columns.objects])
     assert template.fill([Columns(columns.layout, longer, columns.checksums)], end) is None
     assert template.fill([Columns(columns.layout, columns.objects[:1], columns.checksums)], end) is None
     assert template.fill([Columns(columns.layout, columns.objects, columns.checksums + bytes(4))], end) is None
     assert template.fill([columns, columns], end) is None
-
-
-def test_fills_a_template_again_and_again() -> None:
-    ranks, template = simple()
-    one, other, third = (template.fill(save(ranks, token, int), end_of({})) for token in (2, 3, 2))
-    assert one == third != other
-
-
-def test_refuses_facts_that_are_not_plain() -> None:
-    with pytest.raises(BucketpointError):
-        end_of({"token": struct})
