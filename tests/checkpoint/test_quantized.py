@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 import bucketpoint
@@ -24,6 +23,7 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import plan_conversion, run_conversion
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.transfer import TransferOptions
+from checkpoint.test_safetensors_folder import load_box
 from dcp.conftest import two_ranks  # noqa: F401
 from dcp.ranks import Ranks
 from dcp.states import assert_same
@@ -143,36 +143,6 @@ def test_shows_verifies_and_converts_what_is_stored(tmp_path: Path, state: Any, 
     assert_same(bucketpoint.load(url), state)
 
 
-class _Boxes(dcp.DefaultLoadPlanner):
-    """Planner that loads a box of each tensor, as a rank of FSDP or of tensor parallelism."""
-
-    def __init__(self, boxes: dict[str, Any]) -> None:
-        super().__init__()
-        self.boxes = boxes
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for index in self.metadata.storage_data:
-            if index.fqn in self.boxes:
-                offsets, lengths = self.boxes[index.fqn]
-                box = {"storage_offsets": torch.Size(offsets), "lengths": torch.Size(lengths)}
-                at = torch.Size([0] * len(offsets))
-                items.append(
-                    ReadItem(LoadItemType.TENSOR, dest_index=index, dest_offsets=at, storage_index=index, **box)
-                )
-        return replace(LoadPlan(items))
-
-
-def load_box(url: str, name: str, offsets: Any, lengths: Any, reader: BucketReader | None = None) -> torch.Tensor:
-    target, reader = torch.zeros(*lengths, dtype=torch.bfloat16), reader or BucketReader(url)
-    metadata, planner = reader.read_metadata(), _Boxes({name: (offsets, lengths)})
-    planner.set_up_planner({name: target}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    return target
-
-
 @pytest.mark.parametrize(
     ("name", "offsets", "lengths"),
     [
@@ -193,12 +163,12 @@ def test_dequantizes_a_box_at_any_offset(tmp_path: Path, name: str, offsets: Any
     url = folder(tmp_path / "hf", fp8_state() if fp8 else mxfp4_state(), FP8 if fp8 else MXFP4)
     whole = of_torch(url, name, torch.bfloat16)
     transfer = TransferOptions(max_inflight_bytes=leased, connections=2, free_gap_bytes=8, coalesce_gap_bytes=16)
-    loaded = load_box(url, name, offsets, lengths, BucketReader(url, transfer=transfer))
+    loaded = load_box(BucketReader(url, transfer=transfer), name, offsets, lengths, torch.bfloat16)
     box = tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))
     assert torch.equal(loaded, whole[box])
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 3])
 def test_reads_only_the_bytes_of_the_wanted_rows(tmp_path: Path, part: int) -> None:
     for name, state, config, nbytes in (
         (FP8_NAME, fp8_state(2048, 1536), FP8, 512 * 1536 + 4 * 12 * 4),
@@ -206,9 +176,10 @@ def test_reads_only_the_bytes_of_the_wanted_rows(tmp_path: Path, part: int) -> N
     ):
         url = folder(tmp_path / name, state, config)
         reader = BucketReader(url)
-        size = BucketReader(url).read_metadata().state_dict_metadata[name].size
+        size = reader.read_metadata().state_dict_metadata[name].size
         rows = size[0] // 4
-        loaded = load_box(url, name, (part * rows, *[0] * (len(size) - 1)), (rows, *size[1:]), reader)
+        offsets = (part * rows, *[0] * (len(size) - 1))
+        loaded = load_box(reader, name, offsets, (rows, *size[1:]), torch.bfloat16)
         assert torch.equal(loaded, of_torch(url, name, torch.bfloat16)[part * rows : (part + 1) * rows])
         assert reader.stats is not None
         assert nbytes <= reader.stats.read_bytes <= 1.05 * nbytes

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import bucketpoint
 from bucketpoint import BucketReader
@@ -108,43 +109,46 @@ def test_shows_and_verifies_what_can_be_verified(tmp_path: Path, make: Any) -> N
     assert report.notes == ["safetensors have no checksums: their headers, sizes and ETags were checked"]
 
 
+class Boxes(dcp.DefaultLoadPlanner):
+    """Planner that loads a box of each tensor, as a rank of FSDP or of tensor parallelism."""
+
+    def __init__(self, boxes: dict[str, Any]) -> None:
+        super().__init__()
+        self.boxes = boxes
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for index in self.metadata.storage_data:
+            if index.fqn in self.boxes:
+                offsets, lengths = self.boxes[index.fqn]
+                box = {"storage_offsets": torch.Size(offsets), "lengths": torch.Size(lengths)}
+                at = torch.Size([0] * len(offsets))
+                items.append(
+                    ReadItem(LoadItemType.TENSOR, dest_index=index, dest_offsets=at, storage_index=index, **box)
+                )
+        return LoadPlan(items)
+
+
+def load_box(reader: BucketReader, name: str, offsets: Any, lengths: Any, dtype: torch.dtype) -> torch.Tensor:
+    target = torch.zeros(*lengths, dtype=dtype)
+    metadata, planner = reader.read_metadata(), Boxes({name: (offsets, lengths)})
+    planner.set_up_planner({name: target}, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    return target
+
+
 def test_reads_only_the_wanted_rows(tmp_path: Path) -> None:
     rows = {"w": filled((4096, 1024), torch.float32)}
     single(tmp_path / "hf", rows)
-    reader = BucketReader(str(tmp_path / "hf"))
-    metadata = reader.read_metadata()
+    url = str(tmp_path / "hf")
     for start in (0, 1024, 3072):
-        target = torch.zeros(1024, 1024)
-        planner = _Rows({"w": target}, start)
-        planner.set_up_planner({"w": target}, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        reader = BucketReader(url)
+        target = load_box(reader, "w", (start, 0), (1024, 1024), torch.float32)
         assert torch.equal(target.view(torch.int32), rows["w"][start : start + 1024].view(torch.int32))
         assert reader.stats is not None
         assert reader.stats.read_bytes == target.nbytes
-
-
-class _Rows(dcp.DefaultLoadPlanner):
-    """Planner that loads some rows of a tensor, as a rank of FSDP."""
-
-    def __init__(self, state: Any, start: int) -> None:
-        super().__init__()
-        self.start = start
-
-    def create_local_plan(self) -> Any:
-        from dataclasses import replace
-
-        assert self.metadata is not None
-        (index,) = self.metadata.storage_data
-        item = dcp.planner.ReadItem(
-            dcp.planner.LoadItemType.TENSOR,
-            dest_index=index,
-            dest_offsets=torch.Size((0, 0)),
-            storage_index=index,
-            storage_offsets=torch.Size((self.start, 0)),
-            lengths=torch.Size((1024, 1024)),
-        )
-        return replace(dcp.planner.LoadPlan([item]))
 
 
 def load_together(rank: int, world: int, url: str) -> str:

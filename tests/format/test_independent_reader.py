@@ -99,11 +99,11 @@ def ranks() -> Iterator[Ranks]:
         yield four
 
 
-@pytest.mark.parametrize("module", ["torch", "torch.distributed", "bucketpoint", "bucketpoint.format.keys"])
-def test_needs_neither_torch_nor_bucketpoint(module: str) -> None:
-    done = alone("--import", module)
-    assert done.returncode != 0
-    assert "is blocked" in done.stderr
+def test_needs_neither_torch_nor_bucketpoint() -> None:
+    for module in ("torch.distributed", "bucketpoint"):
+        done = alone("--import", module)
+        assert done.returncode != 0
+        assert "is blocked" in done.stderr
     assert alone("--import", "numpy").returncode == 0
 
 
@@ -168,12 +168,6 @@ def test_loads_any_layout_of_any_tensors(
         assert read_here(folder) == flat(wholes)
 
 
-def test_loads_what_torch_wrote(tmp_path: Path) -> None:
-    state = plain_state()
-    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    assert read_here(tmp_path) == flat(state)
-
-
 @given(data=st.binary(max_size=300))
 def test_computes_crc32c(data: bytes) -> None:
     assert independent_reader.crc32c(data) == checksums.crc32c(data)
@@ -211,23 +205,40 @@ def test_refuses_a_flipped_byte_of_any_item(tmp_path: Path) -> None:
     independent_reader.load(str(tmp_path))
 
 
-def test_refuses_a_tensor_with_a_missing_chunk(tmp_path: Path) -> None:
-    save({"model": {"w": filled((8, 6), torch.bfloat16)}}, tmp_path)
-    path = tmp_path / ".metadata"
-    metadata = decode_metadata(path.read_bytes())
+def lacks_a_chunk(folder: Path, path: Path) -> None:
+    metadata = decode_metadata((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.w"].size = torch.Size([9, 6])
-    path.write_bytes(pickled(metadata))
-    with pytest.raises(ValueError, match=r"chunks are missing of \['model.w'\]"):
-        independent_reader.load(str(tmp_path))
+    (folder / ".metadata").write_bytes(pickled(metadata))
 
 
-def test_refuses_a_truncated_object(tmp_path: Path) -> None:
-    save({"model": {"w": filled((8, 6), torch.bfloat16)}}, tmp_path)
-    (path,) = tmp_path.glob("data/*/*")
-    start = next(iter(read_metadata((tmp_path / ".metadata").read_bytes()).storage_data.values())).bp_po
+def is_truncated(folder: Path, path: Path) -> None:
+    start = next(iter(read_metadata((folder / ".metadata").read_bytes()).storage_data.values())).bp_po
     replaced(path, lambda data: data[: start + 8 * 6 * 2 - 1])
-    with pytest.raises(ValueError, match=r"model\.w is damaged"):
-        independent_reader.load(str(tmp_path))
+
+
+def leads_elsewhere(folder: Path, path: Path) -> None:
+    shutil.copy(path, folder.parent / "outside")
+    inside = str(path.relative_to(folder)).encode()
+    outside = b"../" + b"/" * (len(inside) - len(b"../outside")) + b"outside"
+    replaced(folder / ".metadata", lambda data: data.replace(inside, outside))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lacks_a_chunk, r"chunks are missing of \['model.w'\]"),
+        (is_truncated, r"model\.w is damaged"),
+        (leads_elsewhere, "leads out of the checkpoint"),
+    ],
+)
+def test_refuses_a_checkpoint_that_is_not_whole_or_names_an_object_elsewhere(
+    tmp_path: Path, damage: Any, told: str
+) -> None:
+    save({"model": {"w": filled((8, 6), torch.bfloat16)}}, tmp_path / "c")
+    (path,) = (tmp_path / "c").glob("data/*/*")
+    damage(tmp_path / "c", path)
+    with pytest.raises(ValueError, match=told):
+        independent_reader.load(str(tmp_path / "c"))
 
 
 def test_runs_no_pickle(tmp_path: Path) -> None:
@@ -275,14 +286,3 @@ def test_skips_what_later_versions_may_add_by_both_readers(tmp_path: Path) -> No
     assert read_here(tmp_path) == flat(state)
     assert flat(bucketpoint.load(str(tmp_path))) == flat(state)
     assert CommitRecord.from_json(record.read_bytes()).version == 1
-
-
-def test_refuses_an_item_that_names_an_object_elsewhere(tmp_path: Path) -> None:
-    save({"model": {"w": torch.ones(3)}}, tmp_path / "c")
-    (path,) = (tmp_path / "c").glob("data/*/*")
-    shutil.copy(path, tmp_path / "outside")
-    inside = str(path.relative_to(tmp_path / "c")).encode()
-    outside = b"../" + b"/" * (len(inside) - len(b"../outside")) + b"outside"
-    replaced(tmp_path / "c" / ".metadata", lambda data: data.replace(inside, outside))
-    with pytest.raises(ValueError, match="leads out of the checkpoint"):
-        independent_reader.load(str(tmp_path / "c"))

@@ -55,32 +55,22 @@ def starts_of(runs: Runs) -> list[int]:
 
 
 @given(slices())
-def test_makes_the_slice_of_the_runs_in_order(case: tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]) -> None:
+def test_makes_the_slice_of_the_runs_and_of_the_covering_range_by_the_strides(
+    case: tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]],
+) -> None:
     tensor, offsets, lengths = case
     runs = runs_of(tensor, offsets, lengths)
-    storage = raw(tensor)
+    storage, expected = raw(tensor), narrowed(tensor, offsets, lengths)
     starts = starts_of(runs)
-    assert b"".join(storage[start : start + runs.run_nbytes] for start in starts) == raw(
-        narrowed(tensor, offsets, lengths).contiguous().clone()
-    )
+    joined = b"".join(storage[start : start + runs.run_nbytes] for start in starts)
+    assert joined == raw(expected.contiguous().clone())
     assert len(starts) == runs.count
     assert runs.nbytes == torch.Size(lengths).numel() * tensor.element_size()
     if starts:
         assert (runs.start, runs.end) == (min(starts), max(starts) + runs.run_nbytes)
         assert runs.span == runs.end - runs.start
-
-
-@given(slices())
-def test_makes_the_slice_of_the_covering_range_viewed_with_the_strides(
-    case: tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]],
-) -> None:
-    tensor, offsets, lengths = case
-    runs = runs_of(tensor, offsets, lengths)
-    begin, end = runs.start, runs.end
-    if begin == end:
-        return
-    flat = torch.frombuffer(bytearray(raw(tensor)[begin:end]), dtype=tensor.dtype)
-    assert torch.equal(flat.as_strided(lengths, tensor.stride()), narrowed(tensor, offsets, lengths))
+        flat = torch.frombuffer(bytearray(storage[runs.start : runs.end]), dtype=tensor.dtype)
+        assert torch.equal(flat.as_strided(lengths, tensor.stride()), expected)
 
 
 @given(slices(), st.integers(0, 200))
@@ -107,26 +97,18 @@ def test_makes_one_run_of_rows_of_a_contiguous_tensor(shape: list[int], data: An
     assert runs.count == 1
 
 
-def test_makes_one_small_object_of_a_column_slice_of_a_million_rows() -> None:
-    runs = slice_runs((1_000_000, 4096), (0, 1024), (1_000_000, 1024), 2)
-    assert runs == Runs(2048, 2048, ((1_000_000, 8192),))
-    assert runs.count == 1_000_000
-    assert runs.nbytes == 1_000_000 * 2048
-    assert runs.span == 999_999 * 8192 + 2048
-
-
-def test_computes_sizes_beyond_32_bits_by_plain_arithmetic() -> None:
-    runs = slice_runs((1 << 20, 1 << 20), (1 << 19, 0), (1 << 19, 1 << 20), 8)
-    assert runs == Runs(1 << 42, 1 << 42)
-
-
-def test_makes_no_runs_of_an_empty_slice() -> None:
-    runs = slice_runs((3, 4), (1, 2), (0, 2), 4)
-    assert (runs.count, runs.nbytes, runs.span, starts_of(runs)) == (0, 0, 0, [])
-
-
-def test_treats_a_scalar_as_one_element() -> None:
-    assert slice_runs((), (), (), 8, storage_offset=3) == Runs(24, 8)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (((1_000_000, 4096), (0, 1024), (1_000_000, 1024), 2), Runs(2048, 2048, ((1_000_000, 8192),))),
+        (((1 << 20, 1 << 20), (1 << 19, 0), (1 << 19, 1 << 20), 8), Runs(1 << 42, 1 << 42)),
+        (((), (), (), 8), Runs(0, 8)),
+        (((3, 4), (1, 2), (0, 2), 4), Runs(24, 0)),
+    ],
+    ids=["columns of a million rows", "sizes beyond 32 bits", "a scalar", "an empty slice"],
+)
+def test_makes_one_small_object_of_a_slice(arguments: Any, expected: Runs) -> None:
+    assert slice_runs(*arguments) == expected
 
 
 @pytest.mark.parametrize(

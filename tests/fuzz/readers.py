@@ -27,7 +27,7 @@ from bucketpoint.format.torch_zip import probe_frame, tensor_frame
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url
 from fuzz.mutations import MOST_BYTES
-from fuzz.seeds import SPARSE, VALUES, index_seed, metadata_seeds, policy_seeds
+from fuzz.seeds import POLICIES, SPARSE, VALUES, index_seed, metadata_seeds
 from kit.checkpoints import saved
 from security.corpus import crashes, expanding_archives
 
@@ -182,7 +182,7 @@ TARGETS = {
     "records": Target(read_record, [RECORD.to_json(), CommitRecord().to_json()]),
     "catalog keys": Target(read_catalog, [key.encode() for key in KEYS]),
     "notes": Target(read_note, NOTES, 0.5),
-    "policies": Target(read_policy, policy_seeds()),
+    "policies": Target(read_policy, [text.encode() for text in POLICIES]),
     "urls": Target(read_url, [url.encode() for url in URLS]),
     "references": Target(read_ref, [data[:700] for data in metadata_seeds()], 0.5),
     "paths": Target(read_path, [path.encode() for path in PATHS], 0.5),

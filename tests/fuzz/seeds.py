@@ -12,35 +12,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.ref import make_ref
 from bucketpoint.format.metadata.codec import encode_metadata, extension
 from bucketpoint.format.storage_info import make_storage_info
+from kit.metadata import tensor_entry
 
 TOKEN = "0123456789ab"
 PATH = f"data/5e/{TOKEN}-0-model-0.distcp"
 
 
 def metadata() -> tuple[Metadata, dict[str, object]]:
-    size = torch.Size([4, 6])
-    halves = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 6])) for row in (0, 2)]
-    entry = TensorStorageMetadata(TensorProperties(torch.float32), size, halves)
+    entry = tensor_entry([4, 6], [([row, 0], [2, 6]) for row in (0, 2)])
     names = {"model.w": entry, "step": BytesStorageMetadata()}
     storage = {
         MetadataIndex("model.w", chunk.offsets, number): make_storage_info(
             PATH, 500 * number, 400, payload_offset=128, payload_nbytes=48, crc32c=7, block_nbytes=48
         )
-        for number, chunk in enumerate(halves)
+        for number, chunk in enumerate(entry.chunks)
     }
     storage[MetadataIndex("step")] = make_storage_info(PATH, 1000, 300, crc32c=9)
     mappings = {"model.w": ("model", "w"), "step": ("step",)}
@@ -91,10 +82,6 @@ prune: {grace: 1h, max_delete: {count: 20, fraction: 0.5}}
     "version: 1\nkeep: {latest: 1}\nprune: {grace: 20m, when: manual}\n",
     "version: 1\nkeep:\n  latest: 2\n  match: my_pkg.policies:keep\n",
 ]
-
-
-def policy_seeds() -> list[bytes]:
-    return [text.encode() for text in POLICIES]
 
 
 VALUES: list[Any] = [

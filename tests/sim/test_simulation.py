@@ -83,22 +83,14 @@ def test_accepts_no_more_than_its_rate_in_a_partition_over_any_window(write: boo
             assert most <= 100.0 * (window * outcome.step_s + service.burst_s) + 1
 
 
-def test_decides_by_the_rate_of_a_partition_when_it_is_the_narrowest() -> None:
-    work = save_work(200 * MIB, TransferOptions())
-    outcome = run(work, replace(BUSY, partitions=1, writes_per_s=50.0))
+def test_takes_the_time_of_a_partition_the_ceiling_or_a_card_whichever_is_narrowest() -> None:
+    outcome = run(save_work(200 * MIB, TransferOptions()), replace(BUSY, partitions=1, writes_per_s=50.0))
     assert outcome.wall_s == pytest.approx(outcome.requests / 50, rel=0.1)
-
-
-def test_decides_by_the_ceiling_when_it_is_the_narrowest() -> None:
     work = save_work(400 * MIB, TransferOptions())
     outcome = run(work, Service(partitions=64, ceiling_bytes_per_s=1e9))
     assert outcome.wall_s == pytest.approx(work.nbytes * CLUSTER.ranks / 1e9, rel=0.1)
-
-
-def test_shares_the_card_of_a_node_among_its_ranks() -> None:
-    work = save_work(400 * MIB, TransferOptions())
-    cluster = replace(CLUSTER, nic_bytes_per_s=0.2e9)
-    outcome = run(work, Service(partitions=64), cluster)
+    # The ranks of a node share its card.
+    outcome = run(work, Service(partitions=64), replace(CLUSTER, nic_bytes_per_s=0.2e9))
     assert outcome.wall_s == pytest.approx(work.nbytes * 8 / 0.2e9, rel=0.1)
 
 
@@ -110,17 +102,13 @@ def test_gives_the_same_outcome_for_the_same_seed_and_another_for_another() -> N
     assert one.wall_s != other.wall_s
 
 
-def test_sends_refused_requests_again_until_they_are_accepted() -> None:
+def test_sends_refused_requests_again_until_they_are_accepted_or_too_late() -> None:
     work = save_work(100 * MIB, TransferOptions())
     outcome = run(work, replace(BUSY, partitions=1, writes_per_s=20.0), refuse=True)
     assert outcome.refused > 0
     assert not outcome.failed
     assert outcome.requests == work.requests * CLUSTER.ranks
     assert outcome.wall_s > run(work, replace(BUSY, partitions=1, writes_per_s=20.0)).wall_s
-
-
-def test_fails_a_save_when_a_request_is_refused_until_its_deadline() -> None:
-    work = save_work(100 * MIB, TransferOptions())
     outcome = run(work, replace(BUSY, partitions=1, writes_per_s=0.2), refuse=True)
     assert outcome.failed
     assert outcome.wall_s == pytest.approx(retry.DEADLINE_S, rel=0.05)
@@ -180,20 +168,17 @@ def test_stays_near_the_ideal_with_the_defaults_at_a_thousand_ranks() -> None:
     assert outcome.over_ideal <= 1.25
 
 
-def test_counts_coordinator_costs_for_ours_and_for_stock_dcp() -> None:
+def test_counts_costs_of_the_coordinator_alike_for_copies_of_a_rank_and_real_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layout = Layout(Model("small", 2, 0.1), ranks=4, replicas=2)
-    for who in (OURS, STOCK):
-        found = measure(layout, who)
+    real = measure(layout, OURS)
+    for found in (real, measure(layout, STOCK)):
         assert found["gathered"] == layout.gathered
         assert found["kept"] == layout.kept
         assert all(np.isfinite(cost) and cost >= 0 for cost in found["first"]["cpu_s"].values())
         assert found["metadata_bytes"] > 0
     assert found["second"]["sent"]["plans_up"] == found["first"]["sent"]["plans_up"]
-
-
-def test_charges_the_coordinator_alike_for_copies_of_a_rank_and_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(Model("small", 2, 0.1), ranks=4, replicas=2)
-    real = measure(layout, OURS)
     monkeypatch.setattr(coordinator, "PLAYED_RANKS", 2)
     copied = measure(layout, OURS)
     assert (copied["gathered"], copied["kept"]) == (real["gathered"], real["kept"])

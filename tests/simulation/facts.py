@@ -11,12 +11,11 @@ from bucketpoint.stores import ObjectInfo
 
 
 class ViolationError(Exception):
-    """Something that must hold does not. `kind` names what, `row` is its row in the list of what was found once."""
+    """Something that must hold does not. `kind` names what."""
 
-    def __init__(self, kind: str, message: str, row: str = "") -> None:
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
-        self.row = row
 
 
 @dataclass(eq=False)

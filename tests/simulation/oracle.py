@@ -56,7 +56,6 @@ class Oracle:
     """By root, folder and id: when the tombstone of a checkpoint was taken away."""
     rows_changed: dict[str, list[tuple[int, Op]]] = field(default_factory=dict)
     """By root: who has changed what plans are made from, and when."""
-    counts: dict[str, int] = field(default_factory=dict)
     ordered: dict[str, float] = field(default_factory=dict)
     """By key of a tombstone that a prune wrote: the true time before which it may not be carried out."""
     gone: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class Oracle:
         if op is not None and op.began is None:
             op.began, op.at = self.seq, self.bucket.clock()
         if key in self.planted and op.kind != "plant":
-            raise ViolationError("foreign", f"{op} touched {key}, which is nobody's", row="4")
+            raise ViolationError("foreign", f"{op} touched {key}, which is nobody's")
         if key.endswith(".metadata"):
             self._metadata(op, key, before, after)
         elif after is None:
@@ -111,11 +110,7 @@ class Oracle:
                 return
             if key in self.damaged:
                 return
-            alone = any("/__" in name for name in self.named[key])
-            row = "3" if op.kind == "sweep" and alone else "4" if op.kind == "prune" else ""
-            raise ViolationError(
-                "torn", f"{op} deleted {key}, which {self._of(key)} names and which can be loaded", row=row
-            )
+            raise ViolationError("torn", f"{op} deleted {key}, which {self._of(key)} names and which can be loaded")
 
     def _metadata(self, op: Op, key: str, before: Held | None, after: Held | None) -> None:
         was = self.live.pop(key, None)
@@ -182,8 +177,7 @@ class Oracle:
         for name in sorted(commit.names):
             if name not in self.bucket.objects and name not in self.damaged:
                 by = self.deleted_by.get(name)
-                row = {"prune": "4", "sweep": "10"}.get(by.kind, "") if by is not None else ""
-                raise ViolationError("torn", f"{op} committed {commit.key} without {name}, deleted by {by}", row=row)
+                raise ViolationError("torn", f"{op} committed {commit.key} without {name}, deleted by {by}")
         for fqn, key, start, stop in commit.values:
             if key in self.damaged:
                 continue
@@ -193,13 +187,12 @@ class Oracle:
                 raise ViolationError("torn", f"{op} committed {commit.key}, whose {fqn} is {numbers}")
             found[fqn] = float(numbers[0]) - (OPTIM_ADDS if fqn.startswith("optim") else 0.0)
         if len(set(found.values())) > 1:
-            raise ViolationError("mixed", f"{op} committed {commit.key} of several saves: {found}", row="6")
+            raise ViolationError("mixed", f"{op} committed {commit.key} of several saves: {found}")
         return next(iter(found.values()), -1.0)
 
     # -- who may remove what -------------------------------------------------------------------------------------------
 
     def _removed(self, op: Op, was: Commit, now: Commit | None) -> None:
-        self.counts[f"removed by {op.kind}"] = self.counts.get(f"removed by {op.kind}", 0) + 1
         if op.kind == "person" or op.kind in SAVES:
             self.gone[was.prefix.rpartition("/")[0], was.id] = self.seq
         if op.kind == "person":
@@ -209,8 +202,7 @@ class Oracle:
             if not op.overwrite and not self._given_up(op, was):
                 raise ViolationError("replaced", f"{op} replaced {was.key} and was not to overwrite")
             if was.seq > began:
-                row = "11" if op.kind in ("cp", "convert") else ""
-                raise ViolationError("replaced", f"{op} replaced {was.key}, committed after it had begun", row=row)
+                raise ViolationError("replaced", f"{op} replaced {was.key}, committed after it had begun")
             return
         if op.kind != "prune":
             raise ViolationError("removed", f"{op} removed {was.key}")
@@ -226,7 +218,7 @@ class Oracle:
         root, _, folder = was.prefix.rpartition("/")
         self.removed[root, was.step, was.id] = freed, self.bucket.clock()
         if not self._buried(root, folder, was.id, catalog_action):
-            raise ViolationError("not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone", row="5")
+            raise ViolationError("not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone")
         now = self.bucket.clock()
         orders = [
             self.ordered.get(key)
@@ -244,7 +236,7 @@ class Oracle:
             began = op.began if op.began is not None else self.seq
             taken = any(where == root and seq > began for (where, _), seq in self.gone.items())
             if self._is_whole(was) and not taken and not any(self._is_whole(one, since=began) for one in others):
-                raise ViolationError("last", f"{op} removed {was.key}, the last that was whole", row="12")
+                raise ViolationError("last", f"{op} removed {was.key}, the last that was whole")
 
     def _buried(self, root: str, folder: str, token: str, wanted: str) -> bool:
         return any(tombstone_of(key) == (token, wanted, folder) for key in self._steps_of(root))
@@ -377,7 +369,6 @@ class Oracle:
 
     def saved(self, op: Op, tokens: Iterable[str]) -> None:
         """An actor was told that its save is committed."""
-        self.counts["acknowledged"] = self.counts.get("acknowledged", 0) + 1
         for token in tokens:
             if token not in self.committed:
                 raise ViolationError("not committed", f"{op} reported success, and {token} was never committed")

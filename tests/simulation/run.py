@@ -28,16 +28,15 @@ class Outcome:
     requests: int
     trace: list[tuple[float, Any, str, str, str]] = field(repr=False)
     log: list[str] = field(repr=False)
-    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """What is grouped by: the kind of violation, and the row that it is."""
+        """What is grouped by."""
         found = self.violation
         if found is None:
             return ""
         if isinstance(found, ViolationError):
-            return found.kind + (f" (row {found.row})" if found.row else "")
+            return found.kind
         return f"fault: {type(found).__name__}"
 
 
@@ -98,4 +97,4 @@ def run(seed: int, given: Scenario | None = None, replay: Sequence[int] | None =
             oracle.at_the_end()
         except ViolationError as violation:
             scheduler.problem = violation
-    return Outcome(seed, made, scheduler.problem, decisions.taken, requests, scheduler.trace, world.log, oracle.counts)
+    return Outcome(seed, made, scheduler.problem, decisions.taken, requests, scheduler.trace, world.log)

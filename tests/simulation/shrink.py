@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tests.simulation.actors import Actor
 from tests.simulation.run import Outcome, run
 from tests.simulation.scenarios import Scenario
-
-Same = Callable[[Outcome], bool]
 
 
 def shrunk(found: Outcome, *, most_runs: int = 600, other_seeds: int = 12) -> Outcome:
