@@ -172,7 +172,7 @@ def test_gives_a_folder_to_a_run_only_if_all_of_its_name_fits(template: str, fol
 
 @pytest.mark.parametrize(
     "template",
-    ["step", "{step}-{step}", "{epoch}", "/{step}", "../{step}", "{step!r}", "{step:x}", "{", "a{step}/b", "\udcf3{step}"],
+    ["{step}-{step}", "{epoch}", "/{step}", "../{step}", "{step!r}", "{step:x}", "{", "a{step}/b", "\udcf3{step}"],
 )
 def test_refuses_a_template_that_names_no_folders(template: str) -> None:
     with pytest.raises(InvalidURLError):

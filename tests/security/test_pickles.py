@@ -22,14 +22,11 @@ LIMIT = 64 << 20
 """What reading one small pickle may allocate."""
 
 PROGRAM = """
-import io, json, pickle, resource, sys, tracemalloc
-import torch
+import json, pickle, resource, sys, tracemalloc
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from bucketpoint.dcp.loading.decode import load_bytes
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format.index.ref import find_ref
-from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
+from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.item_info import ItemInfo
 from security import corpus
 
@@ -41,19 +38,7 @@ def as_item(data):
                planner=DefaultLoadPlanner())
 
 
-def as_torch_save(data):
-    stream = io.BytesIO()
-    torch.save(0, stream)
-    import zipfile
-    wrapped = io.BytesIO()
-    with zipfile.ZipFile(wrapped, "w") as archive:
-        for one in zipfile.ZipFile(stream).infolist():
-            body = data if one.filename.endswith("data.pkl") else zipfile.ZipFile(stream).read(one)
-            archive.writestr(one.filename, body)
-    as_item(wrapped.getvalue())
-
-
-READERS = {"metadata": decode_metadata, "item": as_item, "torch.save": as_torch_save}
+READERS = {"metadata": decode_metadata, "item": as_item, "torch.save": lambda data: as_item(corpus.archive(data))}
 for reader in READERS.values():  # whatever they import, they import now
     for harmless in [pickle.dumps([compile, "x", b"x"], protocol) for protocol in range(6)]:
         try:

@@ -394,12 +394,6 @@ class Running:
 
     # -- by hand -------------------------------------------------------------------------------------------------------
 
-    def damage(self, number: int, root: str, step: int) -> None:
-        """A person deletes the data of a checkpoint, and leaves its metadata."""
-        with self.op("person", f"deletes the data of {root} {step}"):
-            view = self.world.view
-            view.delete([info.key for info in view.list(f"{root}/step-{step}/data/")])
-
     def remove(self, number: int, root: str, step: int, only: str = "") -> None:
         """A person, or a lifecycle rule, deletes a checkpoint's folder, or one object there."""
         with self.op("person", f"deletes {root} {step}"):

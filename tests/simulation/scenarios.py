@@ -215,7 +215,8 @@ def newest_gone(rng: random.Random) -> Scenario:
     """The data of the newest checkpoint is gone, by hand."""
     rule = policy(rng.choice([1, 2]), rng.choice([0.0, 60.0]))
     how = rng.choice(["log", "plain"])
-    person = Actor("person", (_sleep(rng.choice([0.0, 0.5])), ("damage", {"root": RUN, "step": 300})))
+    gone: Step = ("remove", {"root": RUN, "step": 300, "only": "data/"})
+    person = Actor("person", (_sleep(rng.choice([0.0, 0.5])), gone))
     pruner = Actor("pruner", (_sleep(1.0), _prune(rule), _sleep(120.0), _prune(rule)), skews=_skews(rng))
     setup = _saves(RUN, 100, 200, 300, how=how)
     if how == "plain":
@@ -235,7 +236,7 @@ def going_on(rng: random.Random) -> Scenario:
         return Actor(name, (_sleep(pause), ("restore", {"root": RUN, "policy": rule, **back}), *saves), 1, _skews(rng))
 
     steps = rng.sample([100, 200, 300], rng.choice([0, 1, 2]))
-    person = Actor("person", tuple(("damage", {"root": RUN, "step": step}) for step in steps))
+    person = Actor("person", tuple(("remove", {"root": RUN, "step": step, "only": "data/"}) for step in steps))
     jobs = (job("job-1", 1.0), job("job-2", rng.choice([1.0, 200.0, 4000.0])))
     keeper: tuple[Step, ...] = (("pin", {"root": RUN, "step": rng.choice([200, 300])}), _sleep(50.0), _prune(rule))
     others = (Actor("keeper", keeper, skews=_skews(rng)),) if rng.random() < 0.4 else ()

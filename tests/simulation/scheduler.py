@@ -122,7 +122,6 @@ class Task:
     until: Callable[[], bool] | None = None
     gives_up: float = float("inf")
     ended: bool = False
-    value: Any = None
     error: BaseException | None = None
     async_save: Any = None
     """What stands in for the product's on this thread."""
@@ -191,7 +190,7 @@ class Scheduler:
         _tasks[_get_ident()] = (self, task)
         try:
             if not task.process.dead:
-                task.value = task.run()
+                task.run()
         except BaseException as error:  # noqa: BLE001 (looked at by whoever waits for the task)
             task.error = error
         finally:
