@@ -185,21 +185,25 @@ def test_reads_only_the_bytes_of_the_wanted_rows(tmp_path: Path, part: int) -> N
         assert nbytes <= reader.stats.read_bytes <= 1.05 * nbytes
 
 
-def load_sharded(rank: int, world: int, url: str, name: str, expected: torch.Tensor) -> str:
+def load_sharded(rank: int, world: int, url: str, name: str, expected: torch.Tensor, norm: torch.Tensor) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world,))
     for placement in (Shard(0), Shard(expected.dim() - 1), Replicate()):
-        target = {name: distribute_tensor(torch.zeros_like(expected), mesh, [placement])}
+        target = {
+            name: distribute_tensor(torch.zeros_like(expected), mesh, [placement]),
+            "model.norm.weight": torch.zeros_like(norm),
+        }
         reader = BucketReader(cooperative="group")
         dcp.load(target, checkpoint_id=url, storage_reader=reader)
         assert torch.equal(target[name].full_tensor(), expected), placement
+        assert torch.equal(target["model.norm.weight"], norm)
     return reader.explain()
 
 
 @LAYOUTS
-def test_dequantizes_shards_that_ranks_read_together(
+def test_loads_plain_tensors_and_dequantizes_shards_that_ranks_read_together(
     tmp_path: Path,
     two_ranks: Ranks,  # noqa: F811
     state: Any,
@@ -207,7 +211,7 @@ def test_dequantizes_shards_that_ranks_read_together(
     name: str,
 ) -> None:
     url = folder(tmp_path / "hf", state, config)
-    told = two_ranks.run(load_sharded, url, name, of_torch(url, name, torch.bfloat16))
+    told = two_ranks.run(load_sharded, url, name, of_torch(url, name, torch.bfloat16), state["model.norm.weight"])
     assert all(text.startswith("Cooperative") for text in told), told
 
 

@@ -31,8 +31,6 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.stores import open_store
 from convert.conftest import in_minio
-from dcp.conftest import two_ranks  # noqa: F401
-from dcp.ranks import Ranks
 from dcp.states import assert_same, blank, filled
 from kit.servers import S3Server
 
@@ -149,18 +147,6 @@ def test_reads_only_the_wanted_rows(tmp_path: Path) -> None:
         assert torch.equal(target.view(torch.int32), rows["w"][start : start + 1024].view(torch.int32))
         assert reader.stats is not None
         assert reader.stats.read_bytes == target.nbytes
-
-
-def load_together(rank: int, world: int, url: str) -> str:
-    reader, target = BucketReader(cooperative="group"), blank(STATE)
-    dcp.load(target, checkpoint_id=url, storage_reader=reader)
-    assert_same(target, STATE)
-    return reader.explain()
-
-
-def test_loads_on_ranks_that_read_each_byte_once(tmp_path: Path, two_ranks: Ranks) -> None:  # noqa: F811
-    told = two_ranks.run(load_together, str(sharded(tmp_path / "hf")))
-    assert all(text.startswith("Cooperative") for text in told), told
 
 
 def test_reads_a_header_of_any_length_in_two_requests(tmp_path: Path) -> None:

@@ -141,14 +141,19 @@ def save_with(rank: int, world: int, place: Place, planner: SavePlanner) -> None
     dcp.save(state(world, NEW, own=rank), storage_writer=place.writer(**place.server.attempts(1)), planner=planner)
 
 
-def check(
-    place: Place, outcomes: list[Outcome], seen: Sequence[RecordedRequest], *, afflicted: int, over: bool
-) -> None:
+def survived(place: Place, proxy: FaultProxy, planner: SavePlanner, *, afflicted: int, over: bool) -> list[Outcome]:
+    """Save on four ranks, of which one is afflicted: the others raise in time, and what was there is there."""
+    if over:
+        place.save(OLD)
+    with Job(4, group_timeout_s=GROUP_TIMEOUT_S) as job:
+        job.ready()
+        outcomes = job.run(save_with, place.through(proxy.url), planner)
     for rank, outcome in enumerate(outcomes):
         if rank != afflicted:
             assert outcome.text, f"rank {rank} came to {outcome}"
             assert outcome.seconds < GENEROUS_S
-    left(place, seen, OLD if over else None)
+    left(place, proxy.exchanges, OLD if over else None)
+    return outcomes
 
 
 @slow_on_gcs
@@ -158,16 +163,10 @@ def test_survives_failure_or_death_of_one_rank_of_four(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, affliction: Any, afflicted: int
 ) -> None:
     place = Place(server, server.make_bucket("ranks"), "run", 4)
-    over = afflicted == 0
-    if over:
-        place.save(OLD)
     planner = Afflicted(afflicted, affliction)
-    with Job(4, group_timeout_s=GROUP_TIMEOUT_S) as job:
-        job.ready()
-        outcomes = job.run(save_with, place.through(proxy.url), planner)
+    outcomes = survived(place, proxy, planner, afflicted=afflicted, over=afflicted == 0)
     assert outcomes[afflicted].died == (affliction is not fail)
     bucketpoint_tally.made("saves of 4 ranks of which one failed, stalled or died")
-    check(place, outcomes, proxy.exchanges, afflicted=afflicted, over=over)
 
 
 @slow_on_gcs
@@ -175,11 +174,6 @@ def test_keeps_no_other_rank_waiting_if_a_store_stalls_one(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally
 ) -> None:
     place = Place(server, server.make_bucket("stalled"), "run", 4)
-    place.save(OLD)
     proxy.play(always(Stall(STALLED_S), kinds=["PutObject", "UploadPart"], keys="*-2-optim-*"))
-    with Job(4, group_timeout_s=GROUP_TIMEOUT_S) as job:
-        job.ready()
-        outcomes = job.run(save_with, place.through(proxy.url), DefaultSavePlanner())
+    assert all(outcome.text for outcome in survived(place, proxy, DefaultSavePlanner(), afflicted=2, over=True))
     bucketpoint_tally.made("saves of 4 ranks of which one failed, stalled or died")
-    assert all(outcome.text for outcome in outcomes)
-    check(place, outcomes, proxy.exchanges, afflicted=2, over=True)

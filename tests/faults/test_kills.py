@@ -128,26 +128,20 @@ def test_kills_a_rank_that_has_objects_copied_after_some_requests(
     matrix.kill_after_each([copied[0] - 1, copied[0], count - 1] if some else range(1, count + 1))
 
 
-# What the checkpoint process adds is in the matrix of one rank.
-@pytest.mark.parametrize("executor", ["THREAD", pytest.param("PROCESS", marks=pytest.mark.slow)])
+# What the checkpoint process and the helper add is in the matrix of one rank.
+SLOW = [pytest.param(executor, marks=pytest.mark.slow) for executor in ("PROCESS", "HELPER")]
+
+
+@pytest.mark.parametrize("executor", ["THREAD", *SLOW])
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "each"])
 @bases
 @slow_on_gcs
 def test_kills_four_ranks_after_some_requests(
-    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, some: bool, over: bool
 ) -> None:
     matrix = Matrix(server, proxy, bucketpoint_tally, 4, executor, over)
     count = matrix.requests()
     # The last ones are where the commit is.
     early, late = range(1, count - 5), range(count - 5, count + 1)
-    matrix.kill_after_each([*sampled(early, SAMPLE // 2, seed=SEED), *sampled(late, SAMPLE // 2, seed=SEED)])
-
-
-@pytest.mark.slow
-@executors
-@bases
-@slow_on_gcs
-def test_kills_four_ranks_after_each_request(
-    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
-) -> None:
-    matrix = Matrix(server, proxy, bucketpoint_tally, 4, executor, over)
-    matrix.kill_after_each(range(1, matrix.requests() + 1))
+    numbers = [*sampled(early, SAMPLE // 2, seed=SEED), *sampled(late, SAMPLE // 2, seed=SEED)]
+    matrix.kill_after_each(numbers if some else range(1, count + 1))

@@ -1,4 +1,4 @@
-"""Frames against torch itself: its loader, its DCP reader, and its own frames."""
+"""Frames against torch itself: its loader, and its own frames."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from bucketpoint.format.storage_info import make_storage_info
 from bucketpoint.format.tensor_bytes import contiguous_strides
 from bucketpoint.format.torch_zip import ALIGNMENT, PROBE_BYTES, ProbedFrame, frameable, probe_frame, tensor_frame
 from kit.checkpoints import saved
-from kit.metadata import tensor_entry
 
 pytestmark = pytest.mark.contract
 
@@ -102,33 +98,6 @@ def test_loads_frames_beyond_4_gib_that_are_zip64(tmp_path: Path, below: int) ->
     with path.open("rb") as file:
         found = probe_frame(file.read(PROBE_BYTES))
     assert found == ProbedFrame(frame.payload_offset, nbytes, torch.uint8, (nbytes,), (1,), 0)
-
-
-def test_loads_files_assembled_from_frames_by_stock_filesystem_reader(tmp_path: Path) -> None:
-    state = {
-        "weight": torch.randn(4, 6).to(torch.bfloat16),
-        "moment": torch.randn(3, 5),
-        "step": torch.tensor(7),
-        "empty": torch.zeros(0, 3),
-    }
-    whole, entries, items = b"", {}, {}
-    for name, tensor in state.items():
-        frame = tensor_frame(tensor.dtype, tensor.shape)
-        start = torch.Size([0] * tensor.dim())
-        entries[name] = tensor_entry(tensor.shape, [(start, tensor.shape)], tensor.dtype)
-        index = MetadataIndex(name, start, 0)
-        items[index] = make_storage_info(
-            "data/00/x.distcp", len(whole), frame.nbytes, payload_offset=frame.payload_offset,
-            payload_nbytes=frame.payload_nbytes, crc32c=1, block_nbytes=frame.payload_nbytes,
-        )  # fmt: skip
-        whole += frame.header + raw(tensor) + frame.trailer
-    (tmp_path / "data/00").mkdir(parents=True)
-    (tmp_path / "data/00/x.distcp").write_bytes(whole)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(entries, {}, items)))
-    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
-    for name, tensor in state.items():
-        assert torch.equal(target[name], tensor)
 
 
 class Subclass(torch.Tensor):

@@ -69,11 +69,11 @@ def read_alone(url: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     return state
 
 
-def read_here(url: str | Path) -> dict[str, Any]:
+def read_here(url: str | Path, *metadata: str) -> dict[str, Any]:
     """The same in this process, which is faster."""
     return {
         name: described(value if dtype is None else (dtype, value))
-        for name, (dtype, value) in independent_reader.load(str(url)).items()
+        for name, (dtype, value) in independent_reader.load(str(url), *metadata).items()
     }
 
 

@@ -74,16 +74,6 @@ def test_checks_an_item_without_a_payload_as_a_whole() -> None:
     assert info.checked_nbytes == 100
 
 
-def test_keeps_items_small_in_the_pickle() -> None:
-    def info(number: int) -> Any:
-        return make_storage_info(
-            "x", number, 1344, payload_offset=384, payload_nbytes=640, crc32c=number, block_nbytes=640
-        )
-
-    one, many = (len(pickle.dumps([info(n) for n in range(count)], 4)) for count in (1, 1001))
-    assert (many - one) / 1000 < 90
-
-
 TABLED = make_storage_info(
     "x", 0, 1000, payload_offset=384, payload_nbytes=600, crc32c=1, block_nbytes=100, table_offset=1000
 )

@@ -30,7 +30,7 @@ from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
 from bucketpoint.format.index.decode import HEAD
 from bucketpoint.format.index.encode import encode_index, make_index
-from bucketpoint.format.index.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
+from bucketpoint.format.index.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, MAGIC, find_ref, index_path, is_index, make_ref, ref_of
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
@@ -97,12 +97,6 @@ def test_takes_no_bytes_for_values_of_progressions() -> None:
     values = torch.cat([torch.arange(10_000) * 3, torch.arange(7) * 5, (1 << 40) - torch.arange(10_000)])
     values[9_999] -= 2
     assert len(encode_segments(values, segments)) < 150
-
-
-@given(st.lists(I64, max_size=20), st.integers(1, 5))
-def test_returns_narrowed_numbers_unchanged(values: list[int], times: int) -> None:
-    assert narrow(tensor(values)).tolist() == values
-    assert narrow(tensor(values[:1] * times)).tolist() == values[:1] * times
 
 
 @given(st.binary(max_size=80), st.integers(0, 50), st.booleans())
