@@ -62,25 +62,18 @@ def values_in(loaded: dict[str, Any]) -> set[float]:
     return found | {float(loaded["step"])} | {float(one) for one in loaded["history"]}
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint of one value."""
+PLACE, VALUE = "run/step-7", 1
 
-    service: Service
-    value: int = 1
 
-    @property
-    def url(self) -> str:
-        return self.service.url("run/step-7")
-
-    def save(self, value: int) -> None:
-        dcp.save(state(value), storage_writer=self.service.writer(self.url), no_dist=True)
+def save(service: Service, value: int) -> None:
+    dcp.save(state(value), storage_writer=service.writer(service.url(PLACE)), no_dist=True)
 
 
 @pytest.fixture(scope="module")
-def saved(server: Server) -> Saved:
-    made = Saved(Service.on(server))
-    made.save(made.value)
+def saved(server: Server) -> Service:
+    """A checkpoint of one value."""
+    made = Service.on(server)
+    save(made, VALUE)
     return made
 
 
@@ -100,11 +93,11 @@ class Outcome:
     errors: tuple[BaseException, ...] = ()
 
 
-def load(url: str, options: dict[str, Any], transfer: TransferOptions = OPTIONS, mode: str = "off") -> Outcome:
+def load(url: str, options: dict[str, Any], mode: str = "off") -> Outcome:
     # Of another dtype than was saved, so that not everything is received in place.
     target = state(0, of=torch.float64)
     tries = {"max_attempts": 3} if url.startswith("gs:") else s3_attempts(3)
-    reader = BucketReader(url, storage_options={**options, **tries}, transfer=transfer, cooperative=mode)
+    reader = BucketReader(url, storage_options={**options, **tries}, transfer=OPTIONS, cooperative=mode)
     try:
         dcp.load(target, storage_reader=reader, no_dist=mode == "off")
     except dcp.CheckpointException as failure:
@@ -114,25 +107,23 @@ def load(url: str, options: dict[str, Any], transfer: TransferOptions = OPTIONS,
     return Outcome(values_in(target))
 
 
-def load_together(
-    rank: int, world: int, url: str, options: dict[str, Any], transfer: TransferOptions = OPTIONS
-) -> Outcome:
-    return load(url, options, transfer, mode="group")
+def load_together(rank: int, world: int, url: str, options: dict[str, Any]) -> Outcome:
+    return load(url, options, mode="group")
 
 
 class Loads:
     """Loads of one checkpoint through a proxy, by one rank or several."""
 
-    def __init__(self, saved: Saved, proxy: FaultProxy, ranks: Ranks | None) -> None:
-        self.saved, self.proxy, self.ranks = saved, proxy, ranks
-        self.options = saved.service.at(proxy.url).options
+    def __init__(self, service: Service, proxy: FaultProxy, ranks: Ranks | None) -> None:
+        self.proxy, self.ranks = proxy, ranks
+        self.place = service.url(PLACE), service.at(proxy.url).options
 
-    def load(self, script: Script, transfer: TransferOptions = OPTIONS) -> list[Outcome]:
+    def load(self, script: Script) -> list[Outcome]:
         self.proxy.clear()
         self.proxy.play(script)
         if self.ranks is None:
-            return [load(self.saved.url, self.options, transfer)]
-        return self.ranks.run(load_together, self.saved.url, self.options, transfer)
+            return [load(*self.place)]
+        return self.ranks.run(load_together, *self.place)
 
     def struck(self) -> str:
         """The request that met the fault; empty if none did."""
@@ -140,12 +131,12 @@ class Loads:
 
     def requests(self) -> int:
         """How many a load makes that nobody disturbs."""
-        assert self.load(Script()) == [Outcome({float(self.saved.value)})] * (WORLD if self.ranks else 1)
+        assert self.load(Script()) == [Outcome({float(VALUE)})] * (WORLD if self.ranks else 1)
         return len(self.proxy.exchanges)
 
 
 @pytest.fixture(params=["alone", "together"])
-def loads(request: pytest.FixtureRequest, saved: Saved, proxy: FaultProxy) -> Loads:
+def loads(request: pytest.FixtureRequest, saved: Service, proxy: FaultProxy) -> Loads:
     ranks = request.getfixturevalue("ranks") if request.param == "together" else None
     return Loads(saved, proxy, ranks)
 
@@ -177,7 +168,7 @@ def test_loads_through_a_fault_at_each_request(loads: Loads, bucketpoint_tally: 
     while True:
         found = loads.load(always(fault, skip=number, times=1))
         where = f"{fault.name} at request {number + 1}, {loads.struck()}"
-        assert_right(found, loads.saved.value, where)
+        assert_right(found, VALUE, where)
         if not loads.struck():
             break
         bucketpoint_tally.made("requests of a load that each met a fault once")
@@ -202,7 +193,7 @@ def test_takes_no_flipped_bit_at_each_request_for_a_value(loads: Loads, bucketpo
                 assert outcome.errors, where
                 assert all(isinstance(error, BucketpointError) for error in outcome.errors), (where, outcome.errors)
         else:
-            assert_right(found, loads.saved.value, where)
+            assert_right(found, VALUE, where)
 
 
 @pytest.mark.contract
@@ -220,16 +211,16 @@ def test_mixes_no_answer_of_before_an_overwrite_at_each_request(
 ) -> None:
     """A cache between the store and the job that nobody tells of the overwrite."""
     old, new = 3, 4
-    saved = Saved(Service.on(server))
-    loads = Loads(saved, proxy, None)
-    saved.save(old)
+    service = Service.on(server)
+    loads = Loads(service, proxy, None)
+    save(service, old)
     count = len(loads.load(Script()) and loads.proxy.exchanges)
     for number in range(count):
         # The first load is seen by the cache, and the second gets one answer of it.
-        saved.save(old)
+        save(service, old)
         assert_right(loads.load(always(Stale(), skip=count + number, times=1)), old, "before the overwrite")
-        saved.save(new)
-        (outcome,) = [load(saved.url, loads.options)]
+        save(service, new)
+        outcome = load(*loads.place)
         assert "stale" in {one.fault for one in loads.proxy.exchanges}
         bucketpoint_tally.made("requests of a load that each met a fault once")
         if outcome.errors:
@@ -263,7 +254,7 @@ def test_raises_on_every_rank_for_a_range_that_is_bad_for_good(
         bucketpoint_tally.made("loads of which a range was bad for good")
         assert_all_raise(found, *kinds, where=f"{fault.name} from data request {skip + 1} on")
     # The same ranks load well afterwards.
-    assert_right(loads.load(Script()), loads.saved.value, "afterwards")
+    assert_right(loads.load(Script()), VALUE, "afterwards")
 
 
 @pytest.mark.contract
@@ -271,13 +262,12 @@ def test_raises_on_every_rank_for_an_object_that_was_replaced(
     server: Server, proxy: FaultProxy, request: pytest.FixtureRequest
 ) -> None:
     service = Service.on(server)
-    saved = Saved(service)
-    saved.save(saved.value)
+    save(service, VALUE)
     for key in [key for key in service.listed() if key.endswith(".distcp")]:
         body = bytearray(service.read(key))
         body[-1] ^= 1
         service.write(key, bytes(body))
     for ranks in (None, request.getfixturevalue("ranks")):
-        found = Loads(saved, proxy, ranks).load(Script())
+        found = Loads(service, proxy, ranks).load(Script())
         assert_all_raise(found, CorruptDataError)
         assert all("replaced" in str(error) for outcome in found for error in outcome.errors)

@@ -69,12 +69,7 @@ class Reset(Fault):
 
 @dataclass(frozen=True)
 class Stall(Fault):
-    """Silence, and then a reset.
-
-    Attributes:
-        seconds: seconds of silence.
-        acted: the store has carried out the request.
-    """
+    """Silence, and then a reset. With `acted` the store has carried out the request."""
 
     seconds: float = 5.0
     acted: bool = False
@@ -86,11 +81,7 @@ class Stall(Fault):
 
 @dataclass(frozen=True)
 class Delay(Fault):
-    """A pause before the request continues.
-
-    Attributes:
-        seconds: length of the pause, in seconds.
-    """
+    """A pause before the request continues."""
 
     seconds: float = 0.2
 
@@ -99,11 +90,7 @@ class Delay(Fault):
 
 @dataclass(frozen=True)
 class Slow(Fault):
-    """A limit on the speed of bodies.
-
-    Attributes:
-        bytes_per_s: most bytes a second.
-    """
+    """A limit on the speed of bodies."""
 
     bytes_per_s: float = 1e6
 
@@ -272,12 +259,7 @@ class Script:
 def always(
     *faults: Fault, kinds: Sequence[str] = (), keys: str = "*", skip: int = 0, times: int | None = None
 ) -> Script:
-    """Make a script of one rule that always strikes.
-
-    Args:
-        faults: the faults, as in `Rule`.
-        kinds, keys, skip, times: as in `Rule`.
-    """
+    """Make a script of one rule that always strikes, with the attributes of `Rule`."""
     return Script((Rule(tuple(faults), tuple(kinds), keys, skip=skip, times=times),))
 
 
@@ -298,13 +280,7 @@ TRANSIENT: tuple[Fault, ...] = (
 
 
 def mixed(probability: float, *, seed: int = 0, faults: Sequence[Fault] = TRANSIENT) -> Script:
-    """Make a script in which each request meets one of several faults with the same probability.
-
-    Args:
-        probability: probability of a fault, between 0 and 1.
-        seed: seed of the draws.
-        faults: the faults, of which the seed chooses.
-    """
+    """Make a script in which each request meets one of several faults with the same probability, between 0 and 1."""
     return Script((Rule(tuple(faults), probability=probability),), seed)
 
 

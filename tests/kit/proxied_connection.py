@@ -76,14 +76,7 @@ class RecordedRequest:
 
 @dataclass
 class Counts:
-    """Requests and bytes of bodies by kind, and faults by name.
-
-    Attributes:
-        requests: number of requests, by operation.
-        sent: bytes of the bodies of requests, by operation.
-        received: bytes of the bodies of replies, by operation.
-        faults: number of faults that struck, by name.
-    """
+    """Requests, and bytes of their bodies and of those of replies, by kind; faults by name."""
 
     requests: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
