@@ -26,6 +26,5 @@ def proxy(server: Server, fault_proxy: MakeProxy) -> FaultProxy:
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Ranks]:
     """For saves in which no rank dies."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    with Ranks(4) as ranks:
+        yield ranks

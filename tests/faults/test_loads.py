@@ -79,9 +79,8 @@ def saved(server: Server) -> Service:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(WORLD)
-    yield started
-    started.close()
+    with Ranks(WORLD) as started:
+        yield started
 
 
 # One load, and what came of it: on this rank alone, or on all ranks of a group that reads together

@@ -8,7 +8,6 @@ was saved. A folder that is there is never written again: it is what that versio
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def main() -> None:
     target = HERE / ".".join(bucketpoint.__version__.split(".")[:2])
     if target.exists():
         raise SystemExit(f"{target} is there: goldens are what that version wrote, and stay as they are")
-    with contextlib.closing(Ranks(4)) as ranks, servers.moto() as server:
+    with Ranks(4) as ranks, servers.moto() as server:
         server.client().create_bucket(Bucket=BUCKET)
         expected = save(server, ranks)
         for key in server.keys(BUCKET):

@@ -1,7 +1,6 @@
 """The fault kit: scripted faults of stores and networks, in front of any S3 or GCS endpoint."""
 
 from kit.faults import (
-    TRANSIENT,
     CutReply,
     CutRequest,
     Delay,
@@ -22,12 +21,9 @@ from kit.faults import (
     mixed,
 )
 from kit.http import Wire
-from kit.proxied_connection import Counts
 from kit.proxy import FaultProxy
 
 __all__ = [
-    "TRANSIENT",
-    "Counts",
     "CutReply",
     "CutRequest",
     "Delay",

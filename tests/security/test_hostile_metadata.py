@@ -32,10 +32,7 @@ from kit.checkpoints import load, save
 from kit.failures import failure_of
 
 GROWTH_BYTES = 64 << 20
-ELSEWHERE = [
-    *("../secret", "a/../../secret", "/etc/passwd", "..\\secret", "file:///etc/passwd", "s3://other/secret"),
-    *("./../secret", "data/\x00", "C:secret"),
-]
+ELSEWHERE = ["../secret", "a/../../secret", "./../secret", "/etc/passwd", "s3://other/secret"]
 
 
 def tampered(url: str, change: Callable[[Any], Any]) -> None:
