@@ -157,7 +157,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Upstream:
-    """The store behind the proxy.
+    """The store behind the proxy, over plain HTTP.
 
     Attributes:
         host_header: replaces the Host header that the client sent. S3 signs that header, so this is only for stores
@@ -166,21 +166,16 @@ class Upstream:
 
     host: str
     port: int
-    tls: bool = False
-    ca: str | None = None
     host_header: str | None = None
 
     @classmethod
-    def of(cls, url: str, *, ca: str | None = None, host_header: str | None = None) -> Upstream:
+    def of(cls, url: str, *, host_header: str | None = None) -> Upstream:
         parts = urlsplit(url)
-        tls = parts.scheme == "https"
-        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, ca, host_header)
+        return cls(parts.hostname or "", parts.port or 80, host_header)
 
     def connect(self) -> Stream:
-        sock: socket.socket | ssl.SSLSocket = socket.create_connection((self.host, self.port))
+        sock = socket.create_connection((self.host, self.port))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.tls:
-            sock = ssl.create_default_context(cafile=self.ca).wrap_socket(sock, server_hostname=self.host)
         return Stream(sock)
 
 

@@ -69,10 +69,8 @@ def fault_proxy(bucketpoint_tally: Tally) -> Iterator[MakeProxy]:
     with contextlib.ExitStack() as stack:
 
         def make(upstream: S3Server | str, script: Script | None = None, **options: Any) -> FaultProxy:
-            if not isinstance(upstream, str):
-                options.setdefault("ca", str(upstream.ca) if upstream.ca else None)
-                upstream = upstream.endpoint
-            proxy = stack.enter_context(FaultProxy(upstream, script, **options))
+            url = upstream if isinstance(upstream, str) else upstream.endpoint
+            proxy = stack.enter_context(FaultProxy(url, script, **options))
             stack.callback(lambda: bucketpoint_tally.passed(proxy.board.total))
             return proxy
 

@@ -26,10 +26,9 @@ class FaultProxy:
     stores that do not check it accept.
 
     Args:
-        upstream: URL of the store: `http://127.0.0.1:9000`, `https://s3.eu-west-1.amazonaws.com`.
+        upstream: URL of the store, such as `http://127.0.0.1:9000`.
         script: the faults, and the requests that meet them.
         wire: delays and caps that all requests share.
-        ca: a file of authorities to trust, for a store under TLS.
         host_header: see `Upstream`.
     """
 
@@ -39,10 +38,9 @@ class FaultProxy:
         script: Script | None = None,
         *,
         wire: Wire | None = None,
-        ca: str | None = None,
         host_header: str | None = None,
     ) -> None:
-        self.upstream = Upstream.of(upstream, ca=ca, host_header=host_header)
+        self.upstream = Upstream.of(upstream, host_header=host_header)
         self.board = Board(script or Script())
         self._wire = wire or Wire()
         self._total = Pace(self._wire.total_bytes_per_s)

@@ -242,15 +242,6 @@ def test_passes_nothing_after_a_kill_until_another_script_is_played(minio: S3Ser
     assert minio.keys(store.bucket) == ["first", "third"]
 
 
-def test_reaches_a_store_under_tls_with_plain_http_to_the_proxy(s3_tls: S3Server, fault_proxy: MakeProxy) -> None:
-    proxy = fault_proxy(s3_tls)
-    plain = s3_tls.at(proxy.url).options
-    del plain["client_kwargs"]["verify"]
-    store: Any = open_store(s3_tls.url(s3_tls.make_bucket()), storage_options=plain)[0]
-    put(store)
-    assert store.get("key")[0] == BODY
-
-
 KINDS = ["PutObject", "GetObject", "UploadPart", "CompleteMultipartUpload", "ListObjects"]
 
 requests = st.builds(
