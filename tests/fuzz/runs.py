@@ -12,7 +12,6 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_BATCH = 100_000
 _PROGRESS = struct.Struct("<2Q")
 _STUCK_SECONDS = 7200
 
@@ -25,26 +24,10 @@ class Report:
     failures: list[tuple[str, int, int, str]] = field(default_factory=list)
 
 
-def run(counts: dict[str, int], *, seed: int, first: int = 0) -> Report:
+def run(counts: dict[str, int], *, seed: int) -> Report:
     """Try so many inputs of each target."""
     report = Report(tried=dict(counts))
-    jobs: list[tuple[str, int, int]] = []
-    for name, count in counts.items():
-        jobs += [(name, first + at, min(_BATCH, count - at)) for at in range(0, count, _BATCH)]
-    waiting: list[tuple[str, int, int]] = []
-    total = 0
-    for job in jobs:
-        waiting.append(job)
-        total += job[2]
-        if total >= _BATCH:
-            _try(waiting, seed, report)
-            waiting, total = [], 0
-    if waiting:
-        _try(waiting, seed, report)
-    return report
-
-
-def _try(jobs: list[tuple[str, int, int]], seed: int, report: Report) -> None:
+    jobs = [(name, 0, count) for name, count in counts.items()]
     tests = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
     while jobs:
@@ -61,7 +44,7 @@ def _try(jobs: list[tuple[str, int, int]], seed: int, report: Report) -> None:
             number, index = _PROGRESS.unpack(Path(progress.name).read_bytes())
         report.failures += [tuple(json.loads(line)) for line in told.splitlines() if line.startswith("[")]
         if died == 0:
-            return
+            break
         if died > 0:
             raise RuntimeError(f"the child failed: {done.stderr[-3000:]}")
         name, start, count = jobs[number]
@@ -69,3 +52,4 @@ def _try(jobs: list[tuple[str, int, int]], seed: int, report: Report) -> None:
         report.failures.append((name, index, -1, what))
         left = start + count - index - 1
         jobs = [*([(name, index + 1, left)] if left else []), *jobs[number + 1 :]]
+    return report
