@@ -9,24 +9,15 @@ import struct
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 _PROGRESS = struct.Struct("<2Q")
 _STUCK_SECONDS = 7200
 
 
-@dataclass
-class Report:
-    """Inputs tried by target, and what was wrong: (target, number of the input, its length, reason)."""
-
-    tried: dict[str, int] = field(default_factory=dict)
-    failures: list[tuple[str, int, int, str]] = field(default_factory=list)
-
-
-def run(counts: dict[str, int], *, seed: int) -> Report:
-    """Try so many inputs of each target."""
-    report = Report(tried=dict(counts))
+def run(counts: dict[str, int], *, seed: int) -> list[tuple[str, int, int, str]]:
+    """Try so many inputs of each target. Returns (target, number of the input, its length, what was wrong)."""
+    failures: list[tuple[str, int, int, str]] = []
     jobs = [(name, 0, count) for name, count in counts.items()]
     tests = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
@@ -42,14 +33,14 @@ def run(counts: dict[str, int], *, seed: int) -> Report:
             except subprocess.TimeoutExpired as error:
                 told, died = (error.stdout or b"").decode(), -signal.SIGKILL
             number, index = _PROGRESS.unpack(Path(progress.name).read_bytes())
-        report.failures += [tuple(json.loads(line)) for line in told.splitlines() if line.startswith("[")]
+        failures += [tuple(json.loads(line)) for line in told.splitlines() if line.startswith("[")]
         if died == 0:
             break
         if died > 0:
             raise RuntimeError(f"the child failed: {done.stderr[-3000:]}")
         name, start, count = jobs[number]
         what = "time-out: killed" if died in (-signal.SIGPROF, -signal.SIGKILL) else f"signal {-died}"
-        report.failures.append((name, index, -1, what))
+        failures.append((name, index, -1, what))
         left = start + count - index - 1
         jobs = [*([(name, index + 1, left)] if left else []), *jobs[number + 1 :]]
-    return report
+    return failures
