@@ -81,11 +81,8 @@ class Place:
     def catalog(self, **options: Any) -> Catalog:
         return open_catalog(Location.of(self.root, {**self.server.options, **options}))
 
-    def writer(
-        self, *, logged: bool = True, overwrite: bool = True, background: Background = "auto", **options: Any
-    ) -> BucketWriter:
-        log = SaveLog(self.catalog(**options)) if logged else None
-        storage = {**self.server.options, **options}
+    def writer(self, *, overwrite: bool = True, background: Background = "auto", **options: Any) -> BucketWriter:
+        log, storage = SaveLog(self.catalog(**options)), {**self.server.options, **options}
         transfer = replace(OPTIONS, background=background)
         unchanged: Unchanged = "copy" if self.copies else "send"
         options = {"storage_options": storage, "transfer": transfer, "overwrite": overwrite, "unchanged": unchanged}
@@ -96,10 +93,9 @@ class Place:
         frozen = {"frozen": torch.arange(FROZEN, dtype=torch.uint8)} if self.copies else {}
         return state(self.world, value, own=own) | frozen
 
-    def save(self, value: int, *, planner: Any = None, logged: bool = True, **options: Any) -> None:
+    def save(self, value: int, *, planner: Any = None, **options: Any) -> None:
         """Of all ranks' items, in this process."""
-        writer = self.writer(logged=logged, **options)
-        dcp.save(self.state(value), storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(self.state(value), storage_writer=self.writer(**options), planner=planner, no_dist=True)
 
     def load(self, *, verified: bool = False) -> int | None:
         """The one value of everything in the checkpoint; None if there is none."""
