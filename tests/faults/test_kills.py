@@ -1,4 +1,4 @@
-"""The kill matrix: SIGKILL to all ranks after each request of a save, in each way of saving.
+"""The kill matrix: SIGKILL to all ranks after each request of a save, in each way of saving, or to the helper alone.
 
 After each kill the old checkpoint is there or the new one, whole and verified; `gc` leaves nothing else; and the next
 save succeeds. The processes are real, they die of a real signal, and the requests before it have arrived.
@@ -7,12 +7,16 @@ save succeeds. The processes are real, they die of a real signal, and the reques
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Iterable
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
+from bucketpoint import BucketWriter
 from faults.checkpoint_process import fork_beforehand
-from faults.saves import Place, committed, save_beside, slow_on_gcs
+from faults.saves import Place, committed, save_beside, slow_on_gcs, state
 from gcs_server import GCSServer
 from kit import FaultProxy, Kill, Script, always
 from kit.kills import Job
@@ -22,6 +26,7 @@ from tiers import sampled
 
 SAMPLE = 6
 SEED = 20261121
+STARTS_S = 60.0
 
 # Against hangs only: one test makes many kills, each of which forks, saves twice and loads twice.
 pytestmark = pytest.mark.timeout(3600)
@@ -145,3 +150,39 @@ def test_kills_four_ranks_after_some_requests(
     early, late = range(1, count - 5), range(count - 5, count + 1)
     numbers = [*sampled(early, SAMPLE // 2, seed=SEED), *sampled(late, SAMPLE // 2, seed=SEED)]
     matrix.kill_after_each(numbers if some else range(1, count + 1))
+
+
+def helper_of(writer: BucketWriter) -> int:
+    """The process id of a helper that has started and waits for an order."""
+    writer.prefault(state(1, 0))
+    ends = time.monotonic() + STARTS_S
+    # It leads a process group of its own once it runs.
+    while (process := writer.uploads.process_id) is None or os.getpgid(process) != process:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    return process
+
+
+@slow_on_gcs
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
+def test_saves_though_its_helper_is_killed_after_each_request(server: Server, proxy: FaultProxy, over: bool) -> None:
+    bucket = server.make_bucket("helper")
+    died = requests = 0
+    # The first save is not disturbed. Requests of the trainer are counted too: the helper then dies with nothing to do.
+    for number in itertools.count():
+        if number > requests and number:
+            break
+        place = Place(server, bucket, "run" if over else f"run-{number}", 1)
+        writer = place.through(proxy.url).writer(background="process")
+        helper = helper_of(writer)
+        proxy.clear()
+        proxy.play(always(Kill((helper,), others_live=True), skip=number - 1, times=1) if number else Script())
+        dcp.async_save(state(1, 1 + number, own=0), storage_writer=writer, no_dist=True).result()  # type: ignore[union-attr]
+        died += writer.uploads.process_id != helper
+        requests = requests or len(proxy.exchanges)
+        writer.close()
+        assert place.load(verified=True) == 1 + number, f"killed after request {number}"
+        place.sweep()
+        assert place.litter(proxy.exchanges) == [], f"killed after request {number}"
+    assert requests >= 10
+    assert died >= 3

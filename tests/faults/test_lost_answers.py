@@ -2,18 +2,32 @@
 
 An answer that is lost after the store has acted is the worst of them: the repeated commit is refused with 412, the
 repeated Complete finds no upload, and both must be known for what they are. On GCS the repeated commit is refused by
-its generation.
+its generation. And death after the commit of an overwrite: the new checkpoint stands, and what it replaced is removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from bucketpoint.errors import CredentialsError
 from faults.saves import Place
-from kit import CutRequest, ErrorInBody, ExpireCredentials, Fault, FaultProxy, Refuse, Reset, Script, always
+from kit import (
+    CutRequest,
+    ErrorInBody,
+    ExpireCredentials,
+    Fault,
+    FaultProxy,
+    Kill,
+    Refuse,
+    Reset,
+    Rule,
+    Script,
+    always,
+)
 from kit.failures import failure_of
 from kit.tally import Tally
 from services import Server
@@ -89,3 +103,29 @@ def test_commits_nothing_if_credentials_expire_in_the_middle(server: Server, pro
     assert place.litter(proxy.exchanges) == []
     place.through(proxy.url).save(NEXT)
     assert place.load() == NEXT
+
+
+THE_COMMIT = Rule((Kill(()),), kinds=("PutObject",), keys="*/.metadata")
+
+THE_CLEAN_UP = Rule((Kill((), acted=False),), kinds=("DeleteObjects",), skip=1)
+"""The first delete takes away the note of the uploads."""
+
+THE_RECORD = Rule((Kill((), acted=False),), kinds=("PutObject",), keys="*/steps/*__model.*")
+
+
+@pytest.mark.parametrize("dies_at", [THE_COMMIT, THE_CLEAN_UP, THE_RECORD], ids=["commit", "clean-up", "record"])
+def test_sweeps_what_an_overwrite_replaced_though_its_save_died(
+    server: Server, proxy: FaultProxy, dies_at: Rule
+) -> None:
+    place = Place(server, server.make_bucket("after"), "run", 1)
+    place.save(OLD)
+    proxy.play(Script((dies_at,)))
+    with contextlib.suppress(dcp.CheckpointException):
+        # Cut off at the commit, it cannot know whether that arrived. Its store does not come back, so it need not wait.
+        place.through(proxy.url).save(NEW, **server.attempts(1), retry_deadline_s=1)
+    seen = proxy.exchanges
+    assert "kill" in {one.fault for one in seen}
+    assert place.load() == NEW
+    place.sweep()
+    assert place.load(verified=True) == NEW
+    assert place.litter(seen) == []

@@ -1,4 +1,4 @@
-"""The simulation's model: nothing is lost, no limit is passed, no bound is beaten, and a seed decides all of it."""
+"""The simulation's model: nothing is lost, no limit is passed, no bound is beaten, a seed decides; and sizes of an index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sim.transfers import load_work, object_sizes, partitions, save_work
 
 from bucketpoint.stores import retry
 from bucketpoint.transfer import TransferOptions
-from sim import coordinator, report
+from sim import coordinator, index, report
 
 MIB = 1 << 20
 BUSY = Service(partitions=4, writes_per_s=200.0, reads_per_s=300.0, ceiling_bytes_per_s=5e9)
@@ -207,3 +207,14 @@ def test_keeps_rows_of_an_earlier_run_unless_they_were_measured_again() -> None:
     now = {"coordinator": [{**row, "kept": 3}]}
     kept = {each["ranks"]: each["kept"] for each in report.merged(earlier, now)["coordinator"]}
     assert kept == {8: 3, 16: 2}
+
+
+@pytest.mark.parametrize("irregular", [False, True])
+def test_plans_the_same_from_a_small_index_as_from_a_pickle(irregular: bool) -> None:
+    found = index.measure(4, irregular=irregular)
+    assert found["items"] == 873 * 4 + 291 + 1
+    assert {found[kind]["planned"] for kind in index.KINDS} == {found["stock"]["planned"]}
+    assert found["stock"]["planned"] >= 873 + 291
+    assert found["index"]["bytes"] / found["items"] <= 12
+    assert found["stock"]["bytes"] / found["items"] > 150
+    assert len(list(index.lines(4, irregular, found))) == 3
