@@ -1,4 +1,4 @@
-"""The simulation's model: nothing is lost, no limit is passed, no bound is beaten, a seed decides; and sizes of an index."""
+"""The simulation's model: nothing is lost, no limit is passed or bound beaten, a seed decides. And an index's size."""
 
 from __future__ import annotations
 
