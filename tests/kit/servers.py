@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import importlib.util
 import json
 import os
 import socket
@@ -23,7 +22,6 @@ import botocore.loaders
 import botocore.session
 from botocore.config import Config
 
-from bucketpoint.errors import BucketpointError
 from kit.supervise import supervised
 
 REGION = "us-east-1"
@@ -152,12 +150,7 @@ def _loader() -> botocore.loaders.Loader:
 
 @contextmanager
 def moto() -> Iterator[S3Server]:
-    """Run moto's server in a process of its own, so that its CPU time is not the test's. It keeps data in memory.
-
-    Raises:
-        BucketpointError: moto is not installed.
-    """
-    _require("moto", "pip install 'moto[s3,server]>=5.1'")
+    """Run moto's server in a process of its own, so that its CPU time is not the test's. It keeps data in memory."""
 
     def command(scratch: Path, port: int) -> list[str]:
         return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -168,14 +161,9 @@ def moto() -> Iterator[S3Server]:
 
 @contextmanager
 def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Iterator[S3Server]:
-    """Run a MinIO server on a temporary directory, or on `data`; with `tls`, under a newly made authority.
-
-    Raises:
-        BucketpointError: `tls` needs cryptography, which is not installed.
-    """
+    """Run a MinIO server on a temporary directory, or on `data`; with `tls`, under a newly made authority."""
     key, secret = "bucketpoint", os.urandom(16).hex()
     if tls:
-        _require("cryptography", "pip install 'cryptography>=42'")
         from kit import certificates as authority
 
     def command(scratch: Path, port: int) -> list[str]:
@@ -207,11 +195,6 @@ def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Itera
         server = S3Server("minio", f"{scheme}://127.0.0.1:{port}", key, secret, ca=ca, pid=pid)
         _wait_until_served(server)
         yield server
-
-
-def _require(module: str, install: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise BucketpointError(f"{module}, of the extra `testing`, is not installed", remedy=install)
 
 
 @contextmanager
