@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import bucketpoint
 from bucketpoint import BucketWriter, SavePlanner
 from bucketpoint.errors import NewerFormatError
-from bucketpoint.format.index.int_columns import Segments, encode, encode_segments
+from bucketpoint.format.index.int_columns import Decoder, Segments, encode, encode_segments
 from bucketpoint.format.index.ref import find_ref
 from bucketpoint.format.item_info import read_item
 from bucketpoint.format.metadata import facts
@@ -172,20 +172,25 @@ def test_computes_crc32c(data: bytes) -> None:
 
 numbers = st.one_of(st.integers(-3, 3), st.integers(-(1 << 40), 1 << 40), st.integers(-(1 << 61), 1 << 61))
 progressions = st.builds(
-    lambda start, step, count: [start + step * n for n in range(count)], numbers, st.integers(-9, 9), st.integers(0, 9)
-)
+    lambda start, step, count, last: [*range(start, start + step * count, step), start + step * count + last],
+    numbers, st.integers(-9, 9).filter(bool), st.integers(0, 9), st.integers(-9, 9),
+)  # fmt: skip
 
 
 @given(parts=st.lists(st.one_of(progressions, st.lists(numbers, max_size=5)), max_size=6))
-def test_reads_any_columns_of_an_index(parts: list[list[int]]) -> None:
+def test_reads_any_columns_of_an_index_by_both_readers(parts: list[list[int]]) -> None:
     every, counts = (
         torch.tensor([*itertools.chain(*parts)], dtype=torch.int64),
         torch.tensor([*map(len, parts)], dtype=torch.int64),
     )
     assert column(io.BytesIO(encode(every)), len(every)).tolist() == every.tolist()
+    assert Decoder(encode(every)).column(len(every)).tolist() == every.tolist()
     stored = io.BytesIO(encode_segments(every, Segments.of(counts)))
     assert segmented(stored, counts.numpy()).tolist() == every.tolist()
     assert not stored.read()
+    decoder = Decoder(stored.getvalue())
+    assert decoder.segmented(Segments.of(counts)).tolist() == every.tolist()
+    decoder.end()
 
 
 def test_refuses_a_flipped_byte_of_any_item(tmp_path: Path) -> None:
