@@ -1,7 +1,7 @@
 """Checkpoints that somebody wrote to do harm, and what must still load.
 
-Files of a few kilobytes that ended the reader, held it for ever, or took gigabytes; paths that lead elsewhere; and sizes
-that nothing has.
+A few kilobytes that ended the reader, held it for ever, or took gigabytes; paths that lead elsewhere; and sizes that
+nothing has.
 """
 
 from __future__ import annotations
