@@ -108,33 +108,16 @@ def test_shows_and_verifies_what_can_be_verified(tmp_path: Path, make: Any) -> N
     assert report.notes == ["safetensors have no checksums: their headers, sizes and ETags were checked"]
 
 
-class Boxes(dcp.DefaultLoadPlanner):
-    """Planner that loads a box of each tensor, as a rank of FSDP or of tensor parallelism."""
-
-    def __init__(self, boxes: dict[str, Any]) -> None:
-        super().__init__()
-        self.boxes = boxes
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for index in self.metadata.storage_data:
-            if index.fqn in self.boxes:
-                offsets, lengths = self.boxes[index.fqn]
-                box = {"storage_offsets": torch.Size(offsets), "lengths": torch.Size(lengths)}
-                at = torch.Size([0] * len(offsets))
-                items.append(
-                    ReadItem(LoadItemType.TENSOR, dest_index=index, dest_offsets=at, storage_index=index, **box)
-                )
-        return LoadPlan(items)
-
-
 def load_box(reader: BucketReader, name: str, offsets: Any, lengths: Any, dtype: torch.dtype) -> torch.Tensor:
-    target = torch.zeros(*lengths, dtype=dtype)
-    metadata, planner = reader.read_metadata(), Boxes({name: (offsets, lengths)})
+    """Load a box of a tensor, as a rank of FSDP or of tensor parallelism."""
+    target, at = torch.zeros(*lengths, dtype=dtype), torch.Size([0] * len(offsets))
+    metadata, planner = reader.read_metadata(), dcp.DefaultLoadPlanner()
+    (index,) = [index for index in metadata.storage_data if index.fqn == name]
+    box = {"storage_offsets": torch.Size(offsets), "lengths": torch.Size(lengths)}
+    item = ReadItem(LoadItemType.TENSOR, dest_index=index, dest_offsets=at, storage_index=index, **box)
     planner.set_up_planner({name: target}, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
+    reader.read_data(LoadPlan([item]), planner).wait()
     return target
 
 
