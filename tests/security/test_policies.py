@@ -157,9 +157,7 @@ def test_lets_no_trainer_that_prunes_or_removes_end_a_checkpoint(
         assert bucketpoint.load(f"{root}/step-{step}", storage_options=options)["model"]["w"][0] == step
 
 
-def test_lets_a_pruner_plan_prune_thin_undo_and_sweep(
-    place: Place, minio: S3Server
-) -> None:
+def test_lets_a_pruner_plan_prune_thin_undo_and_sweep(place: Place, minio: S3Server) -> None:
     bucket, roles = place
     root = f"s3://{bucket}/{RUN}"
     managed(root, minio.options, 100, 110, 120, 130)
@@ -248,9 +246,7 @@ ELSEWHERE = {"pruner": {"uploads"}}
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_refuses_each_role_all_that_is_not_its_work(
-    role: str, place: Place, minio: S3Server
-) -> None:
+def test_refuses_each_role_all_that_is_not_its_work(role: str, place: Place, minio: S3Server) -> None:
     """Every request that a store makes, on each kind of object, in the run and in another one beside it."""
     bucket, roles = place
     client = minio.client()
