@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -195,6 +195,7 @@ def assert_equal(indexed: Metadata, stock: Metadata) -> None:
         assert {name: indexed.planner_data[name] for name in stock.planner_data} == stock.planner_data
 
 
+@settings(max_examples=60)
 @given(metadatas(), st.integers(1, 3))
 def test_says_in_an_index_and_in_one_of_what_ranks_report_what_the_metadata_says(
     case: tuple[Metadata, dict[str, Any]], ranks: int
