@@ -68,7 +68,7 @@ def assert_failure_is_clean(failure: BaseException, where: str) -> None:
 
 def clean_failures(url: str, options: dict[str, Any], writer: Any, reader: Any, *others: Any) -> list[BaseException]:
     """The errors of a save, a load and two reads that fail: none of them tells a secret, nor does what made them."""
-    store, _ = open_store(url, storage_options=options)
+    store, prefix = open_store(url, storage_options=options)
     for what in (writer, reader, store, *others):
         assert_clean(repr(what), "repr")
         assert_clean(f"{what}", "str")
@@ -77,7 +77,7 @@ def clean_failures(url: str, options: dict[str, Any], writer: Any, reader: Any, 
         lambda: dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True),
         lambda: dcp.load({"w": torch.ones(2)}, checkpoint_id=url, storage_reader=reader, no_dist=True),
         lambda: open_checkpoint(Location.of(url, options)),
-        lambda: store.get("k"),
+        lambda: store.get(f"{prefix}/.metadata"),
     ):
         with pytest.raises((dcp.CheckpointException, BucketpointError)) as caught:
             call()
