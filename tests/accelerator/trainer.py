@@ -69,8 +69,8 @@ def main(root: str, report: str, kind: str) -> None:
     accelerator.register_for_checkpointing(steps)
 
     restore(accelerator, root)
-    seen, first = [], steps.done
-    for epoch in range(first // len(loader), EPOCHS):
+    seen: list[Any] = []
+    for epoch in range(steps.done // len(loader), EPOCHS):
         begun = steps.done % len(loader)
         batches = accelerator.skip_first_batches(loader, begun) if begun else loader
         # Accelerate below 1.15 forgets the epoch when it skips batches.
@@ -88,7 +88,7 @@ def main(root: str, report: str, kind: str) -> None:
             if steps.done % SAVE_EVERY == 0:
                 save_state(accelerator, f"{root}/step-{steps.done}").result()
     if accelerator.is_main_process:
-        told = {"from": first, "seen": seen, "rate": scheduler.get_last_lr(), "iteration": accelerator.save_iteration}
+        told = {"seen": seen, "rate": scheduler.get_last_lr(), "iteration": accelerator.save_iteration}
         Path(report).write_text(json.dumps(told))
     accelerator.end_training()
 

@@ -1,6 +1,6 @@
 """A trainer in the manner of transformers' documentation: it saves every 6 steps, and goes on where it stopped.
 
-Arguments: URL of the run, file for what rank 0 saw, and the number of ranks.
+Arguments: URL of the run, and file for what rank 0 saw.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def small_model() -> Any:
     return LlamaForCausalLM(config)
 
 
-def main(root: str, report: str, world: int) -> None:
+def main(root: str, report: str) -> None:
     if "PROCESSES" in os.environ:
         # For the test that kills this process: torchrun has made it the first of a group.
         Path(os.environ["PROCESSES"], str(os.getpgrp())).touch()
     arguments = TrainingArguments(
         output_dir=f"{report}-logs",
         use_cpu=True,
-        per_device_train_batch_size=BATCH // world,
+        per_device_train_batch_size=BATCH // int(os.environ["WORLD_SIZE"]),
         num_train_epochs=EPOCHS,
         save_steps=6,
         learning_rate=1e-2,
@@ -92,4 +92,4 @@ def main(root: str, report: str, world: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -48,6 +49,52 @@ def launched(
     assert "changed in" not in ran.stderr
 
 
+def train(program: Path, root: str, report: Path, *more: str, world: int, server: S3Server, **env: str) -> Any:
+    """Train on so many ranks, in the run at a URL. Return what rank 0 saw, which the program leaves in a file."""
+    launched(program, [root, str(report), *more], world, server, folder=None, **env)
+    return json.loads(report.read_text())
+
+
+def train_example(text: str, newest: str, world: int, server: S3Server, folder: Path, **env: str) -> None:
+    """Run an example of a page on so many ranks. The newest checkpoint of its run is then the one at a URL."""
+    (folder / "train.py").write_text(text)
+    launched(folder / "train.py", [], world, server, folder=folder, **env)
+    run = newest.rpartition("/")[0]
+    assert bucketpoint.latest_checkpoint(run, storage_options=server.options) == newest
+
+
+def kill_and_resume(
+    program: Path,
+    *more: str,
+    server: S3Server,
+    folder: Path,
+    good: int = 12,
+    worlds: tuple[int, int] = (4, 2),
+    parts: Mapping[str, int] | None = None,
+    **env: str,
+) -> None:
+    """Train without a stop; kill another run in the upload of step 18, and resume it on the second number of ranks.
+
+    Its newest whole checkpoint is that of step `good`, with some tensors in so many parts. From there on rank 0 sees
+    the same.
+    """
+    bucket = server.make_bucket()
+    first, then = worlds
+    whole = train(program, f"s3://{bucket}/whole", folder / "whole", *more, world=first, server=server, **env)
+    assert [step for step, *_ in whole["seen"]] == list(range(1, len(whole["seen"]) + 1))
+    root = f"s3://{bucket}/run"
+    arguments = [root, str(folder / "none"), *more]
+    killed_in_an_upload(program, arguments, first, server, f"{root}/step-18", folder / "ranks", **env)
+    newest = bucketpoint.latest_checkpoint(root, storage_options=server.options)
+    assert newest == f"{root}/step-{good}"
+    metadata: Any = bucketpoint.BucketReader(newest, storage_options=server.options).read_metadata()
+    for key, number in (parts or {}).items():
+        assert len(metadata.state_dict_metadata[key].chunks) == number
+    resumed = train(program, root, folder / "resumed", *more, world=then, server=server, **env)
+    assert_same_steps(resumed.pop("seen"), whole.pop("seen")[good:])
+    assert resumed == whole
+
+
 def killed_in_an_upload(
     program: Path, arguments: list[str], world: int, server: S3Server, url: str, folder: Path, **env: str
 ) -> None:
@@ -71,12 +118,6 @@ def killed_in_an_upload(
     assert all("/data/" in item["Key"] for item in there)
     with pytest.raises(bucketpoint.errors.IncompleteCheckpointError):
         bucketpoint.load({}, url, storage_options=server.options)
-
-
-def chunks(url: str, key: str, server: S3Server) -> int:
-    """Return the number of chunks in which a tensor was saved."""
-    metadata: Any = bucketpoint.BucketReader(url, storage_options=server.options).read_metadata()
-    return len(metadata.state_dict_metadata[key].chunks)
 
 
 def assert_same_steps(seen: list[Any], expected: list[Any]) -> None:

@@ -73,7 +73,7 @@ def main(root: str, report: str, kind: str) -> None:
                 fabric.save(f"{root}/step-{state['step']}", state)
     strategy.wait()
     if fabric.is_global_zero:
-        Path(report).write_text(json.dumps(seen))
+        Path(report).write_text(json.dumps({"seen": seen}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from lightning.fabric.strategies import SingleDeviceStrategy
 
-from bucketpoint import BucketpointError, latest_checkpoint
+from bucketpoint import BucketpointError
 from bucketpoint.integrations.lightning import bucket_strategy
 from kit.servers import S3Server
-from kit.trainers import assert_same_steps, block, chunks, killed_in_an_upload, launched, plain
+from kit.trainers import block, kill_and_resume, launched, plain, train_example
 
 PAGE = "lightning.md"
 
@@ -27,26 +26,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 def test_resumes_a_loop_of_fabric_killed_in_an_upload_with_fewer_ranks(
     kind: str, minio: S3Server, tmp_path: Path
 ) -> None:
-    bucket = minio.make_bucket()
-    runs = {}
-    for name, world in (("whole", 4), ("run", 2)):
-        root, report = f"s3://{bucket}/{name}", tmp_path / name
-        arguments = [root, str(report), kind]
-        if name == "run":
-            killed_in_an_upload(PROGRAM, arguments, 4, minio, f"{root}/step-18", tmp_path / "ranks")
-        launched(PROGRAM, arguments, world, minio)
-        runs[name] = json.loads(report.read_text())
-    assert chunks(f"s3://{bucket}/run/step-12", "model.0.weight", minio) == (1 if kind == "ddp" else 4)
-    assert_same_steps(runs["run"], runs["whole"][12:])
+    parts = {"model.0.weight": 1 if kind == "ddp" else 4}
+    kill_and_resume(PROGRAM, kind, server=minio, folder=tmp_path, parts=parts)
 
 
 def test_commits_the_last_save_of_the_example_as_it_ends_and_resumes(minio: S3Server, tmp_path: Path) -> None:
-    program, root = tmp_path / "train.py", f"s3://{minio.make_bucket()}/run-8"
+    root = f"s3://{minio.make_bucket()}/run-8"
     text = block(PAGE, "python", 1).replace("s3://bucket/run-8", root)
     for epochs, world, last in ((2, 2, 30), (2, 1, 60)):
-        program.write_text(text.replace("loader), 4", f"loader), {epochs}").replace("devices=2", f"devices={world}"))
-        launched(program, [], world, minio)
-        assert latest_checkpoint(root, storage_options=minio.options) == f"{root}/step-{last}"
+        now = text.replace("loader), 4", f"loader), {epochs}").replace("devices=2", f"devices={world}")
+        train_example(now, f"{root}/step-{last}", world, minio, tmp_path)
 
 
 def test_trains_the_example_with_fabric_alone_without_the_lines_of_the_page(minio: S3Server, tmp_path: Path) -> None:
@@ -70,7 +59,8 @@ class Steps:
         self.done = state["done"]
 
 
-def fabric_of(strategy: Any) -> tuple[Any, Any, Any]:
+def fabric_of() -> tuple[Any, Any, Any]:
+    strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
     fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
     model = torch.nn.Linear(3, 3)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
@@ -80,12 +70,11 @@ def fabric_of(strategy: Any) -> tuple[Any, Any, Any]:
 
 
 def test_restores_values_of_the_program_and_returns_those_not_asked_for(tmp_path: Path) -> None:
-    strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
-    fabric, model, optimizer = fabric_of(strategy)
+    fabric, model, optimizer = fabric_of()
     state = {"model": model, "optimizer": optimizer, "steps": Steps(7), "epoch": 3, "more": {"a": [1]}}
     fabric.save(tmp_path / "run" / "step-7", state, filter={"more": lambda name, _: name == "a"})
-    strategy.wait()
-    again, other, its_optimizer = fabric_of(bucket_strategy(SingleDeviceStrategy, device="cpu"))
+    fabric.strategy.wait()
+    again, other, its_optimizer = fabric_of()
     steps = Steps(0)
     target = {"model": other, "optimizer": its_optimizer, "steps": steps, "epoch": 0}
     # The URL of the run names its newest checkpoint.
@@ -98,43 +87,32 @@ def test_restores_values_of_the_program_and_returns_those_not_asked_for(tmp_path
 
 
 def test_raises_a_failed_save_in_the_next_one(tmp_path: Path) -> None:
-    strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
-    fabric, model, _ = fabric_of(strategy)
+    fabric, model, _ = fabric_of()
     (tmp_path / "file").touch()
     fabric.save(tmp_path / "file" / "one", {"model": model})
     with pytest.raises(BucketpointError, match="file"):
         fabric.save(tmp_path / "two", {"model": model})
 
 
-def test_refuses_an_optimizer_without_its_model(tmp_path: Path) -> None:
-    fabric, _, optimizer = fabric_of(bucket_strategy(SingleDeviceStrategy, device="cpu"))
+def test_refuses_states_with_a_kept_name_without_a_model_and_without_objects(tmp_path: Path) -> None:
+    fabric, model, optimizer = fabric_of()
     with pytest.raises(BucketpointError, match="together with its model"):
         fabric.save(tmp_path / "one", {"optimizer": optimizer})
-
-
-def test_refuses_a_model_by_the_name_under_which_other_values_are_kept(tmp_path: Path) -> None:
-    strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
-    fabric, model, _ = fabric_of(strategy)
     with pytest.raises(BucketpointError, match="my_fabric"):
         fabric.save(tmp_path / "one", {"fabric": model})
     fabric.save(tmp_path / "one", {"model": model})
-    strategy.wait()
+    fabric.strategy.wait()
     with pytest.raises(BucketpointError, match="my_fabric"):
         fabric.load(tmp_path / "one", {"model": model, "fabric": 1})
+    with pytest.raises(BucketpointError, match="objects to load into"):
+        fabric.load(tmp_path / "one")
 
 
 def test_loads_the_checkpoint_that_was_named_and_not_one_within_it(tmp_path: Path) -> None:
-    strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
-    fabric, model, _ = fabric_of(strategy)
+    fabric, model, _ = fabric_of()
     for step, url in ((1, tmp_path / "step-1"), (7, tmp_path / "step-1" / "ema-7")):
         fabric.save(url, {"model": model, "step": step})
-    strategy.wait()
+    fabric.strategy.wait()
     target = {"model": model, "step": 0}
     fabric.load(tmp_path / "step-1", target)
     assert target["step"] == 1
-
-
-def test_says_what_to_pass_for_a_load_into_nothing(tmp_path: Path) -> None:
-    fabric, *_ = fabric_of(bucket_strategy(SingleDeviceStrategy, device="cpu"))
-    with pytest.raises(BucketpointError, match="objects to load into"):
-        fabric.load(tmp_path / "one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,41 +16,25 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 
 import bucketpoint
-from bucketpoint import BucketpointError, RetentionPolicy
+from bucketpoint import BucketpointError
 from bucketpoint.convert import export_safetensors
 from bucketpoint.integrations.lightning import BucketCheckpoint, BucketCheckpointIO, bucket_strategy
-from bucketpoint.retention import Keep, Save, SaveEvery
 from kit.servers import S3Server
-from kit.trainers import assert_same_steps, block, chunks, killed_in_an_upload, launched, plain
+from kit.trainers import block, kill_and_resume, launched, plain, train, train_example
+from lit.test_resume import policy, trainer_of
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
-LAST = 27
+PAGE = "lightning.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def train(root: str, report: Path, kind: str, world: int, server: S3Server, **env: str) -> Any:
-    """Run the trainer on so many ranks. Return what rank 0 saw."""
-    launched(TRAINER, [root, str(report), kind], world, server, **env)
-    return json.loads(report.read_text())
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
 def test_resumes_with_fewer_ranks_after_a_kill_in_an_upload(kind: str, minio: S3Server, tmp_path: Path) -> None:
-    bucket = minio.make_bucket()
-    whole = train(f"s3://{bucket}/whole", tmp_path / "whole", kind, 4, minio)
-    assert [step for step, _, _ in whole["seen"]] == list(range(1, LAST + 1))
-    root = f"s3://{bucket}/run"
-    arguments = [root, str(tmp_path / "killed"), kind]
-    killed_in_an_upload(TRAINER, arguments, 4, minio, f"{root}/step-18", tmp_path / "ranks")
-    newest = bucketpoint.latest_checkpoint(root, storage_options=minio.options)
     # Nine steps are an epoch.
-    assert newest == f"{root}/step-9"
-    assert chunks(newest, "model.net.0.weight", minio) == (1 if kind == "ddp" else 4)
-    resumed = train(root, tmp_path / "resumed", kind, 2, minio)
-    assert_same_steps(resumed["seen"], whole["seen"][9:])
-    assert (resumed["rate"], resumed["epoch"]) == (whole["rate"], whole["epoch"])
+    parts = {"model.net.0.weight": 1 if kind == "ddp" else 4}
+    kill_and_resume(TRAINER, kind, server=minio, folder=tmp_path, good=9, parts=parts)
 
 
 @pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp"), ("fsdp", "fsdp2")])
@@ -59,8 +42,8 @@ def test_resumes_with_another_strategy_and_larger_batches(
     first: str, then: str, minio: S3Server, tmp_path: Path
 ) -> None:
     root = f"s3://{minio.make_bucket()}/run"
-    train(root, tmp_path / "first", first, 2, minio, STEPS="9")
-    resumed = train(root, tmp_path / "resumed", then, 2, minio, BATCH="24")
+    train(TRAINER, root, tmp_path / "first", first, world=2, server=minio, STEPS="9")
+    resumed = train(TRAINER, root, tmp_path / "resumed", then, world=2, server=minio, BATCH="24")
     # The second and the third epoch.
     assert [len(samples) for _, samples, _ in resumed["seen"]] == [24] * 6
     for epoch in (resumed["seen"][:3], resumed["seen"][3:]):
@@ -77,34 +60,16 @@ class Small(BoringModel):
 
 
 def trainer(*callbacks: Any, **options: Any) -> lightning.Trainer:
-    given = {
-        "strategy": bucket_strategy(SingleDeviceStrategy, device="cpu"),
-        "max_epochs": 1,
-        "limit_train_batches": 6,
-        **options,
-    }
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **given,
-    )
-
-
-def every(steps: int) -> RetentionPolicy:
-    return RetentionPolicy(Keep(latest=9), save=Save(every=[SaveEvery(steps)], on=["last_step"]))
+    return trainer_of(*callbacks, **{"max_epochs": 1, "limit_train_batches": 6, "num_sanity_val_steps": 2, **options})
 
 
 def test_saves_when_the_policy_says_and_notes_each_validation(tmp_path: Path) -> None:
     told: list[bucketpoint.CommitInfo] = []
-    checkpoint = BucketCheckpoint(tmp_path / "run", policy=every(4), after_validation=True, on_commit=told.append)
+    checkpoint = BucketCheckpoint(tmp_path / "run", policy=policy(4), after_validation=True, on_commit=told.append)
     trainer(checkpoint, limit_val_batches=1).fit(Small())
     assert [info.step for info in told] == [4, 6]
     assert "val/loss" in told[-1].metrics
-    again = BucketCheckpoint(tmp_path / "run", policy=every(4))
+    again = BucketCheckpoint(tmp_path / "run", policy=policy(4))
     longer = trainer(again, limit_val_batches=1, max_epochs=2)
     longer.fit(Small(), ckpt_path=tmp_path / "run")
     assert longer.global_step == 12
@@ -115,14 +80,14 @@ def test_saves_when_the_policy_says_and_notes_each_validation(tmp_path: Path) ->
 
 def test_saves_accumulated_batches_once_a_step(tmp_path: Path) -> None:
     told: list[bucketpoint.CommitInfo] = []
-    checkpoint = BucketCheckpoint(tmp_path / "run", policy=every(1), on_commit=told.append)
+    checkpoint = BucketCheckpoint(tmp_path / "run", policy=policy(1), on_commit=told.append)
     trainer(checkpoint, limit_val_batches=0, accumulate_grad_batches=3).fit(BoringModel())
     assert [info.step for info in told] == [1, 2]
 
 
 def test_validates_weights_from_a_url(tmp_path: Path) -> None:
     model = BoringModel()
-    trainer(BucketCheckpoint(tmp_path / "run", policy=every(6)), limit_val_batches=0).fit(model)
+    trainer(BucketCheckpoint(tmp_path / "run", policy=policy(6)), limit_val_batches=0).fit(model)
     other = BoringModel()
     trainer(enable_checkpointing=False).validate(other, ckpt_path=f"{tmp_path}/run/step-6", verbose=False)
     assert torch.equal(other.layer.weight, model.layer.weight)
@@ -148,11 +113,15 @@ def test_saves_to_a_url_by_the_trainer_and_loads_what_it_trusts(tmp_path: Path) 
     assert second.global_step == 12
 
 
-def test_names_another_strategy_with_the_function_that_makes_those_that_save(tmp_path: Path) -> None:
+def test_refuses_strategies_callbacks_and_urls_that_could_not_save_or_load(tmp_path: Path) -> None:
     with pytest.raises(BucketpointError, match=r"SingleDeviceStrategy.*bucket_strategy\(DDPStrategy"):
-        trainer(BucketCheckpoint(tmp_path / "run", policy=every(1)), strategy="auto").fit(BoringModel())
+        trainer(BucketCheckpoint(tmp_path / "run", policy=policy(1)), strategy="auto").fit(BoringModel())
     with pytest.raises(BucketpointError, match=r"not 'ddp'.*bucket_strategy\(DDPStrategy"):
         bucket_strategy("ddp")
+    with pytest.raises(BucketpointError, match="save_top_k=-1"):
+        trainer(ModelCheckpoint(dirpath=tmp_path, save_top_k=1)).fit(BoringModel())
+    with pytest.raises(bucketpoint.CheckpointNotFoundError):
+        trainer(enable_checkpointing=False).fit(BoringModel(), ckpt_path=tmp_path / "nowhere")
 
 
 def test_pickles_a_strategy_for_spawned_processes() -> None:
@@ -160,16 +129,6 @@ def test_pickles_a_strategy_for_spawned_processes() -> None:
     again = pickle.loads(pickle.dumps(made))
     assert type(again) is type(made)
     assert again._reading == made._reading
-
-
-def test_refuses_a_model_checkpoint_that_would_delete_before_training(tmp_path: Path) -> None:
-    with pytest.raises(BucketpointError, match="save_top_k=-1"):
-        trainer(ModelCheckpoint(dirpath=tmp_path, save_top_k=1)).fit(BoringModel())
-
-
-def test_raises_for_a_url_without_a_checkpoint_unless_it_is_the_runs_own(tmp_path: Path) -> None:
-    with pytest.raises(bucketpoint.CheckpointNotFoundError):
-        trainer(enable_checkpointing=False).fit(BoringModel(), ckpt_path=tmp_path / "nowhere")
 
 
 def test_writes_a_plain_checkpoint_as_one_object(minio: S3Server) -> None:
@@ -190,18 +149,13 @@ def test_writes_a_plain_checkpoint_as_one_object(minio: S3Server) -> None:
         plugin.load_checkpoint(url)
 
 
-PAGE = "lightning.md"
-
-
 def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
     (tmp_path / "policy.yaml").write_text(block(PAGE, "yaml"))
     root = f"s3://{minio.make_bucket()}/run-7"
+    text = block(PAGE, "python").replace("s3://bucket/run-7", root)
     for epochs, world, last in ((1, 2, 16), (2, 1, 48)):
-        text = block(PAGE, "python").replace("s3://bucket/run-7", root).replace("max_epochs=4", f"max_epochs={epochs}")
-        program.write_text(text.replace("devices=2", f"devices={world}"))
-        launched(program, [], world, minio, folder=tmp_path)
-        assert bucketpoint.latest_checkpoint(root, storage_options=minio.options) == f"{root}/step-{last}"
+        now = text.replace("max_epochs=4", f"max_epochs={epochs}").replace("devices=2", f"devices={world}")
+        train_example(now, f"{root}/step-{last}", world, minio, tmp_path)
 
 
 def test_trains_the_example_with_lightning_alone_without_the_lines_of_the_page(minio: S3Server, tmp_path: Path) -> None:

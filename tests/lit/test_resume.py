@@ -82,8 +82,12 @@ def trainer_of(*others: Any, **options: Any) -> lightning.Trainer:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **{"strategy": bucket_strategy(SingleDeviceStrategy, device="cpu"), "max_epochs": 3, **options},
+        **{
+            "strategy": bucket_strategy(SingleDeviceStrategy, device="cpu"),
+            "max_epochs": 3,
+            "num_sanity_val_steps": 0,
+            **options,
+        },
     )
 
 
@@ -205,19 +209,15 @@ def test_refuses_a_checkpoint_with_more_than_the_model_has(tmp_path: Path) -> No
         fit(tmp_path / "run", shuffled())
 
 
-def test_refuses_a_run_with_newer_checkpoints_before_the_first_step(tmp_path: Path) -> None:
+def test_refuses_a_run_with_newer_checkpoints_and_its_best_one_before_training(tmp_path: Path) -> None:
     fit(tmp_path, shuffled(), every=4, stop=9)
-    for path in (None, "last", f"{tmp_path}/step-4"):
+    newer = r"up to step 8.*ckpt_path=URL"
+    for path, text in ((None, newer), ("last", newer), (f"{tmp_path}/step-4", newer), ("best", "bucketpoint ls")):
         model = Model()
         trainer = trainer_of(BucketCheckpoint(tmp_path, policy=policy(4)))
-        with pytest.raises(BucketpointError, match=r"up to step 8.*ckpt_path=URL"):
+        with pytest.raises(BucketpointError, match=text):
             trainer.fit(model, shuffled(), ckpt_path=path)
         assert model.seen == []
-
-
-def test_requires_the_best_checkpoint_by_name(tmp_path: Path) -> None:
-    with pytest.raises(BucketpointError, match="bucketpoint ls"):
-        trainer_of(BucketCheckpoint(tmp_path, policy=policy(4))).fit(Model(), shuffled(), ckpt_path="best")
 
 
 def test_raises_an_exception_of_the_program_after_the_last_save_is_committed(tmp_path: Path) -> None:
