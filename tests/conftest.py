@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,24 @@ from kit.servers import S3Server
 from services import Service, proxy_before
 from tiers import mark_broad, servers_later
 from versitygw_server import versitygw as running_versitygw
+
+_FRAMEWORKS = {
+    "accelerator": ("accelerate",),
+    "hf_trainer": ("accelerate", "transformers"),
+    "lit": ("lightning",),
+    "megatron_core": ("megatron",),
+    "ray_train": ("ray",),
+    "serving": ("vllm",),
+    "titan": ("torchtitan",),
+    "torch_ckpt": ("torch_checkpointing",),
+    "trackers": ("mlflow", "tensorboard", "wandb"),
+    "xla": ("torch_xla",),
+}
+"""What the tests of a folder need: without it, as in most environments of the Makefile, they are not collected."""
+
+collect_ignore_glob = [
+    f"{folder}/test_*.py" for folder, needed in _FRAMEWORKS.items() if not all(map(importlib.util.find_spec, needed))
+]
 
 pytest_plugins = ["kit.plugin"]
 

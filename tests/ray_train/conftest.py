@@ -1,8 +1,7 @@
-"""Without Ray nothing here is collected: `make test-ray` has it."""
+"""A cluster of Ray on this machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import shutil
@@ -13,8 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 from kit.servers import S3Server
-
-collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
 
 # Ray reads them when it is imported.
 os.environ.update(

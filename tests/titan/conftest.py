@@ -1,14 +1,11 @@
-"""What a run of torchtitan needs. Without torchtitan nothing here is collected: `make test-titan` has it."""
+"""What a run of torchtitan needs."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-
-collect_ignore_glob = [] if importlib.util.find_spec("torchtitan") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

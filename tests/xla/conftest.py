@@ -1,15 +1,12 @@
-"""Hosts that stay up for the whole session. Without torch_xla nothing here is collected: `make test-xla` has it."""
+"""Hosts that stay up for the whole session."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
 from xla.hosts import Host
-
-collect_ignore_glob = [] if importlib.util.find_spec("torch_xla") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

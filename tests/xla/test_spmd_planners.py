@@ -9,8 +9,8 @@ import pytest
 
 from kit.servers import S3Server
 from xla import scenarios
-from xla.hosts import Host
-from xla.scenarios import Group
+from xla.hosts import TIMEOUT_S, Host
+from xla.scenarios import Group, Layout
 
 # The first use of a host waits until it has imported torch_xla.
 pytestmark = pytest.mark.timeout(600)
@@ -34,36 +34,25 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Group 
     return lambda: None if request.param == "no_dist" else (f"{tmp_path}/{next(stores)}", 0, 1)
 
 
-def test_loads_unsharded_to_sharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
-    four.run(scenarios.save, url, None, group())
-    items = four.run(scenarios.load, url, GRID_OF_4, group())
-    assert items["even"] == 4
-
-
-def test_loads_sharded_to_unsharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
-    four.run(scenarios.save, url, GRID_OF_4, group())
-    items = four.run(scenarios.load, url, None, group())
-    assert items["even"] == 4
-
-
-def test_reads_eight_items_from_rows_to_a_grid(four: Host, url: str, group: Callable[[], Group | None]) -> None:
-    four.run(scenarios.save, url, ROWS_OF_4, group())
-    items = four.run(scenarios.load, url, GRID_OF_4, group())
-    assert items["even"] == 8
-
-
-def test_reads_four_items_for_each_shard_from_a_grid_of_sixteen_to_one_of_four(
-    sixteen: Host, four: Host, url: str, group: Callable[[], Group | None]
+@pytest.mark.parametrize(
+    ("saved", "loaded", "items"),
+    [(None, GRID_OF_4, 4), (GRID_OF_4, None, 4), (ROWS_OF_4, GRID_OF_4, 8)],
+    ids=["whole to sharded", "sharded to whole", "rows to a grid"],
+)
+def test_loads_what_was_saved_sharded_otherwise(
+    four: Host, url: str, group: Callable[[], Group | None], saved: Layout | None, loaded: Layout | None, items: int
 ) -> None:
-    sixteen.run(scenarios.save, url, GRID_OF_16, group())
-    items = four.run(scenarios.load, url, GRID_OF_4, group())
-    assert items["even"] == 4 * 4
+    four.run(scenarios.save, url, saved, group())
+    assert four.run(scenarios.load, url, loaded, group())["even"] == items
 
 
-def test_loads_a_grid_of_four_to_one_of_sixteen(sixteen: Host, four: Host, url: str) -> None:
-    four.run(scenarios.save, url, GRID_OF_4)
-    items = sixteen.run(scenarios.load, url, GRID_OF_16)
-    assert items["even"] == 16
+def test_loads_a_grid_of_sixteen_to_one_of_four_and_back(
+    sixteen: Host, four: Host, tmp_path: Path, group: Callable[[], Group | None]
+) -> None:
+    sixteen.run(scenarios.save, f"file://{tmp_path}/sixteen", GRID_OF_16, group())
+    assert four.run(scenarios.load, f"file://{tmp_path}/sixteen", GRID_OF_4, group())["even"] == 4 * 4
+    four.run(scenarios.save, f"file://{tmp_path}/four", GRID_OF_4)
+    assert sixteen.run(scenarios.load, f"file://{tmp_path}/four", GRID_OF_16)["even"] == 16
 
 
 def test_saves_shards_that_were_copied_to_the_host_first(four: Host, url: str) -> None:
@@ -73,9 +62,8 @@ def test_saves_shards_that_were_copied_to_the_host_first(four: Host, url: str) -
 
 def test_saves_shards_of_which_several_devices_have_the_same(four: Host, url: str) -> None:
     four.run(scenarios.save_each_once, url, TWO_REPLICAS_OF_2)
-    items = four.run(scenarios.load, url, TWO_REPLICAS_OF_2)
     # Each replica is read for itself.
-    assert items["even"] == 4
+    assert four.run(scenarios.load, url, TWO_REPLICAS_OF_2)["even"] == 4
     four.run(scenarios.load, url, GRID_OF_4)
     four.run(scenarios.load_plain, url)
 
@@ -91,17 +79,14 @@ def test_saves_and_loads_on_two_hosts_that_hold_the_same_shards(
     four: Host, other_four: Host, url: str, tmp_path: Path
 ) -> None:
     hosts = (four, other_four)
-    for rank, host in enumerate(hosts):
-        host.start(scenarios.save, url, ROWS_OF_4, (f"{tmp_path}/a", rank, 2))
-    for host in hosts:
-        host.result()
-    for rank, host in enumerate(hosts):
-        host.start(scenarios.load, url, GRID_OF_4, (f"{tmp_path}/b", rank, 2))
-    assert [host.result()["even"] for host in hosts] == [8, 8]
+    saves = [host.start(scenarios.save, url, ROWS_OF_4, (f"{tmp_path}/a", rank, 2)) for rank, host in enumerate(hosts)]
+    for save in saves:
+        save.result(TIMEOUT_S)
+    loads = [host.start(scenarios.load, url, GRID_OF_4, (f"{tmp_path}/b", rank, 2)) for rank, host in enumerate(hosts)]
+    assert [load.result(TIMEOUT_S)["even"] for load in loads] == [8, 8]
 
 
 def test_saves_to_s3_and_loads_back(four: Host, moto: S3Server) -> None:
     url = f"s3://{moto.make_bucket()}/run/step-1"
     four.run(scenarios.save, url, ROWS_OF_4, None, moto.options)
-    items = four.run(scenarios.load, url, GRID_OF_4, None, moto.options)
-    assert items["even"] == 8
+    assert four.run(scenarios.load, url, GRID_OF_4, None, moto.options)["even"] == 8

@@ -1,7 +1,0 @@
-"""Without Accelerate nothing here is collected: `make test-accelerate` has it."""
-
-from __future__ import annotations
-
-import importlib.util
-
-collect_ignore_glob = [] if importlib.util.find_spec("accelerate") else ["test_*.py"]
