@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +35,9 @@ from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
 from kit.faults import Reset, always
 from kit.plugin import MakeProxy
+from kit.programs import run_program
 from kit.servers import S3Server
+from kit.trainers import block
 
 MIB = 1 << 20
 
@@ -95,7 +94,7 @@ def test_raises_for_a_directory_onto_files_and_changes_nothing(storage: BucketSt
     assert storage.read(Path("tmp_step-1/a")) == b"a"
 
 
-def test_replaces_no_committed_directory_by_another_save(storage: BucketStorage) -> None:
+def test_leaves_a_committed_directory_when_another_save_fails_and_is_deleted(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "tmp_step-1/a", b"of a second save")
     with pytest.raises(OccupiedError, match="occupied"):
@@ -104,6 +103,9 @@ def test_replaces_no_committed_directory_by_another_save(storage: BucketStorage)
     assert storage.read(Path("step-1/a")) == b"a"
     assert storage.ls(Path("step-1")) == ["a", "b"]
     assert storage.read(Path("tmp_step-1/a")) == b"of a second save"
+    storage.rmdir(Path("tmp_step-1"))
+    assert not storage.exists(Path("tmp_step-1"))
+    assert storage.read(Path("step-1/a")) == b"a"
 
 
 def test_replaces_a_file_by_a_file(storage: BucketStorage) -> None:
@@ -128,12 +130,6 @@ def test_raises_for_a_file_onto_a_directory(storage: BucketStorage) -> None:
             storage.rename(Path(source), Path(directory))
         assert storage.exists(Path(source))
     assert storage.ls(Path("step-1/b")) == ["c"]
-
-
-def test_refuses_to_rename_nothing(storage: BucketStorage) -> None:
-    for source, target in (("tmp_step-1", "step-1"), ("x", "y")):
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            storage.rename(Path(source), Path(target))
 
 
 def test_refuses_what_torch_checkpointing_never_does(storage: BucketStorage) -> None:
@@ -205,6 +201,9 @@ def test_raises_as_a_filesystem_does_for_what_is_not_there(storage: BucketStorag
     with pytest.raises(NotADirectoryError):
         storage.ls(Path("d/x"))
     assert (storage.exists(Path("nothing")), storage.isdir(Path("nothing"))) == (False, False)
+    for source, target in (("tmp_step-1", "step-1"), ("x", "y")):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            storage.rename(Path(source), Path(target))
 
 
 def test_finds_no_checkpoint_that_a_tool_of_the_store_deleted(storage: BucketStorage) -> None:
@@ -235,14 +234,6 @@ def test_deletes_a_directory_with_its_objects_and_saves_it_again(storage: Bucket
     assert [info.key for info in storage.store.list(storage.where.prefix)] == [leftover.key]
     commit(run, "step-1", "other")
     assert run.ls(Path("step-1")) == ["other"]
-
-
-def test_leaves_the_checkpoint_when_a_refused_save_is_deleted(storage: BucketStorage) -> None:
-    commit(storage)
-    put(storage, "tmp_step-1/a", b"second")
-    storage.rmdir(Path("tmp_step-1"))
-    assert not storage.exists(Path("tmp_step-1"))
-    assert storage.read(Path("step-1/a")) == b"a"
 
 
 def test_treats_names_that_look_like_ours_as_ordinary_files(storage: BucketStorage) -> None:
@@ -464,9 +455,7 @@ with storage.get_write_stream(Path("tmp_s/large"), state) as stream:
 
 def test_leaves_nothing_to_see_of_a_save_killed_in_a_part_and_sweeps_it(minio: S3Server) -> None:
     bucket = minio.make_bucket()
-    command = [sys.executable, "-c", KILLED, f"s3://{bucket}/run"]
-    ran = subprocess.run(command, env={**os.environ, **minio.env}, capture_output=True, timeout=100, check=False)
-    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    run_program(KILLED, f"s3://{bucket}/run", status=-signal.SIGKILL, env=minio.env)
     (leftover,) = minio.keys(bucket)
     storage = on(minio, bucket, attempt="next")
     assert not storage.exists(Path("s"))
@@ -565,12 +554,18 @@ def test_gives_runs_names_of_their_own(tmp_path: Path) -> None:
     assert one.attempt != other.attempt
 
 
-def test_tells_the_one_who_commits(tmp_path: Path) -> None:
+def test_tells_the_one_who_commits_and_fails_no_save_by_its_error(tmp_path: Path) -> None:
     told: list[CommitInfo] = []
-    config = BucketStorageConfig(str(tmp_path), on_commit=told.append)
-    commit(config.create_storage(), "step-7")
+
+    def tell(info: CommitInfo) -> None:
+        told.append(info)
+        raise RuntimeError("of the tracker")
+
+    storage = BucketStorageConfig(str(tmp_path), on_commit=tell).create_storage()
+    commit(storage, "step-7")
     assert [(info.url, info.step, info.nbytes) for info in told] == [(f"{tmp_path}/step-7", None, 4)]
     assert told[0].commit_s >= 0
+    assert storage.exists(Path("step-7"))
 
 
 def test_tells_the_time_of_a_save_after_a_question_for_its_directory(tmp_path: Path) -> None:
@@ -584,15 +579,6 @@ def test_tells_the_time_of_a_save_after_a_question_for_its_directory(tmp_path: P
     put(storage, "tmp_s/b")
     storage.rename(Path("tmp_s"), Path("s"))
     assert told[0].commit_s >= least
-
-
-def test_fails_no_save_by_an_error_of_on_commit(tmp_path: Path) -> None:
-    def fail(info: CommitInfo) -> None:
-        raise RuntimeError("of the tracker")
-
-    storage = BucketStorageConfig(str(tmp_path), on_commit=fail).create_storage()
-    commit(storage)
-    assert storage.exists(Path("step-1"))
 
 
 # -- torch_checkpointing's manager -------------------------------------------------------------------------------------
@@ -638,19 +624,11 @@ def test_consolidates_a_checkpoint_beside_its_files(storage: BucketStorage) -> N
     assert storage.ls(Path("step-3")) == ["metadata.pkl", shard, "model.safetensors.index.json", "model_0.safetensors"]
 
 
-def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "frameworks.md"
-    program = tmp_path / "train.py"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server) -> None:
     bucket = minio.make_bucket()
-    code = code.replace("s3://bucket/", f"s3://{bucket}/").replace("LAST = 40", "LAST = int(os.environ['LAST'])")
-    program.write_text(f"import os\n{code}")
-    for last in ("20", "40"):
-        env = {**os.environ, **minio.env, "LAST": last}
-        ran = subprocess.run(
-            [sys.executable, str(program)], env=env, capture_output=True, text=True, check=False, timeout=200
-        )
-        assert ran.returncode == 0, ran.stderr[-4000:]
-        assert f"from {int(last) - 20}" in ran.stdout
+    code = block("frameworks.md", "python").replace("s3://bucket/", f"s3://{bucket}/")
+    for last in (20, 40):
+        ran = run_program(code.replace("LAST = 40", f"LAST = {last}"), env=minio.env)
+        assert f"from {last - 20}" in ran.stdout
     storage = BucketStorageConfig(f"s3://{bucket}/run-7", minio.options).create_storage()
     assert storage.ls(Path()) == ["step-10", "step-20", "step-30", "step-40"]

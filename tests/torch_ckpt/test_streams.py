@@ -22,6 +22,7 @@ from bucketpoint import CorruptDataError
 from bucketpoint.integrations.torch_checkpointing import BucketStorage, BucketStorageConfig
 from bucketpoint.integrations.torch_checkpointing.names import BLOCK_BYTES, file_bytes, object_bytes
 from bucketpoint.transfer import TransferOptions
+from kit.damage import flip
 from kit.servers import S3Server
 
 MIB = 1 << 20
@@ -138,11 +139,7 @@ def test_finds_a_flipped_byte_wherever_it_is(tmp_path: Path, nbytes: int, place:
     storage.write(Path("tmp_s/x"), os.urandom(nbytes))
     storage.rename(Path("tmp_s"), Path("s"))
     (path,) = tmp_path.glob("s/@tmp/x/*")
-    data = bytearray(path.read_bytes())
-    data[int((len(data) - 1) * place)] ^= 1
-    stamp = path.stat()
-    path.write_bytes(data)
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    flip(path, place)
     fresh = BucketStorageConfig(str(tmp_path)).create_storage()
     with pytest.raises(CorruptDataError):
         fresh.read(Path("s/x"))

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bucketpoint.integrations.torch_checkpointing import BucketStorage, BucketStorageConfig, sweep
-from kit.servers import S3Server, free_port
+from kit.servers import S3Server
+from kit.trainers import assert_same_steps, train
 
 TRAINER = Path(__file__).with_name("trainer.py")
-
-
-def train(root: str, report: Path, kind: str, world: int, server: S3Server, *, kill_at: int = 0) -> Any:
-    """Run the trainer on so many ranks. Return what rank 0 saw; None if the trainer was killed."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-    ran = subprocess.run(
-        [sys.executable, *launch, str(TRAINER), root, str(report), kind, str(kill_at)],
-        env={**os.environ, **server.env, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    if kill_at:
-        assert ran.returncode != 0
-        assert "Signal 9" in ran.stderr or "SIGKILL" in ran.stderr, ran.stderr[-6000:]
-        assert not report.exists()
-        return None
-    assert ran.returncode == 0, ran.stderr[-6000:]
-    return json.loads(report.read_text())
 
 
 def storage(url: str, server: S3Server) -> BucketStorage:
@@ -44,11 +20,13 @@ def storage(url: str, server: S3Server) -> BucketStorage:
 
 def test_resumes_with_fewer_ranks_after_a_kill_in_a_save(minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
-    whole = train(f"s3://{bucket}/whole", tmp_path / "whole", "sync", 4, minio)
+    whole = train(TRAINER, f"s3://{bucket}/whole", tmp_path / "whole", "sync", world=4, server=minio)
     assert whole["from"] == 0
     assert [step for step, _, _ in whole["seen"]] == list(range(1, 37))
     root = f"s3://{bucket}/run"
-    train(root, tmp_path / "killed", "sync", 4, minio, kill_at=18)
+    with pytest.raises(AssertionError, match="Signal 9|SIGKILL"):
+        train(TRAINER, root, tmp_path / "killed", "sync", "18", world=4, server=minio)
+    assert not (tmp_path / "killed").exists()
     files = storage(root, minio)
     # What the killed save has uploaded is in its temporary directory, and in no checkpoint.
     assert {"step-6", "step-12", "tmp_step-18"} == set(files.ls(Path()))
@@ -58,13 +36,10 @@ def test_resumes_with_fewer_ranks_after_a_kill_in_a_save(minio: S3Server, tmp_pa
     (weight,) = saved["metadata"]["model"]["nested_path_to_metadata"]['["0.weight"]']
     assert weight["ranks"] == (0, 1, 2, 3)
     assert weight["sharding_metadata"]["data"]["placements"] == [{"type": "Shard", "dim": 0}]
-    resumed = train(root, tmp_path / "resumed", "sync", 2, minio)
+    resumed = train(TRAINER, root, tmp_path / "resumed", "sync", world=2, server=minio)
     assert resumed["from"] == 12
     assert (whole["shards"], resumed["shards"]) == ([4] * 4, [2] * 4)
-    seen, expected = resumed["seen"], whole["seen"][12:]
-    assert [each[:2] for each in seen] == [each[:2] for each in expected]
-    losses, wanted = ([loss for _, _, loss in each] for each in (seen, expected))
-    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert_same_steps(resumed["seen"], whole["seen"][12:])
     # The commit of the two ranks took none of the files that the four had left.
     wanted_files = ["metadata.pkl", "model_0.pt", "model_1.pt", "optim_0.pt", "optim_1.pt"]
     again = storage(root, minio)
@@ -79,9 +54,9 @@ def test_resumes_with_fewer_ranks_after_a_kill_in_a_save(minio: S3Server, tmp_pa
 def test_commits_asynchronous_saves_from_the_writers_process(minio: S3Server, tmp_path: Path) -> None:
     bucket = minio.make_bucket()
     root = f"s3://{bucket}/run"
-    seen = train(root, tmp_path / "seen", "async", 2, minio)
+    seen = train(TRAINER, root, tmp_path / "seen", "async", world=2, server=minio)
     assert seen["seen"][-1][0] == 36
     files = storage(root, minio)
     assert files.ls(Path()) == sorted(f"step-{step}" for step in range(6, 37, 6))
-    again = train(root, tmp_path / "again", "async", 2, minio)
+    again = train(TRAINER, root, tmp_path / "again", "async", world=2, server=minio)
     assert (again["from"], again["seen"]) == (36, [])

@@ -1,7 +1,7 @@
 """A trainer with torch_checkpointing's manager and FSDP2: it saves every 6 steps, and goes on where it stopped.
 
-Arguments: URL of the run, file for what rank 0 saw, `sync` or `async`, and the step in whose save every rank is killed,
-between the upload of its first file and that of its last; 0 for none.
+Arguments: URL of the run, file for what rank 0 saw, and `sync` or `async`; then perhaps the step in whose save every
+rank is killed, between the upload of its first file and that of its last.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def kill_before_the_last_file() -> None:
     S3Store.put = upload  # type: ignore[method-assign]
 
 
-def main(root: str, report: str, kind: str, kill_at: int) -> None:
+def main(root: str, report: str, kind: str, kill_at: int = 0) -> None:
     dist.init_process_group("gloo")
     DefaultMetadataManager._all_gather_pickled_data = gather_without_cuda  # type: ignore[method-assign]
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -140,4 +140,4 @@ def main(root: str, report: str, kind: str, kill_at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
