@@ -72,7 +72,7 @@ test-matrix: $(foreach version,$(MATRIX),test-torch-$(version)) ## the contract 
 test-torch-%: .venv-torch-%/$(STAMP) minio fake-gcs versitygw
 	@echo "== torch $*"
 	@.venv-torch-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "contract and not slow" \
-		-k "not minio and not gcs and not versitygw" --ignore tests/stores --ignore tests/test_servers.py $(ARGS)
+		-k "not minio and not gcs and not versitygw" --ignore tests/stores $(ARGS)
 
 .PHONY: test-python
 test-python: $(foreach version,$(or $(PYTHONS),3.10 3.12 3.13 3.14),test-python-$(version)) ## what depends on the interpreter, on each other Python that is here
