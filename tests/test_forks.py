@@ -88,6 +88,11 @@ def test_frees_locks_that_other_threads_hold_at_the_fork(holders: int) -> None:
     lock, leave = ProcessLock(holders=holders), threading.Event()
     entered = threading.Barrier(holders + 1)
 
+    def take() -> None:
+        assert lock.acquire(blocking=False)
+        lock.release()
+        assert no_fork.acquire(blocking=False)
+
     def hold() -> None:
         with lock:
             entered.wait(60)
@@ -97,17 +102,11 @@ def test_frees_locks_that_other_threads_hold_at_the_fork(holders: int) -> None:
     for thread in threads:
         thread.start()
     entered.wait(60)
-    in_child(lambda: _take(lock))
+    in_child(take)
     assert not lock.acquire(blocking=False)
     leave.set()
     for thread in threads:
         thread.join()
-
-
-def _take(lock: ProcessLock) -> None:
-    assert lock.acquire(blocking=False)
-    lock.release()
-    assert no_fork.acquire(blocking=False)
 
 
 def test_counts_requests_of_each_process_by_itself() -> None:
@@ -133,18 +132,17 @@ def test_stages_in_memory_of_its_own_in_a_child(shared: bool) -> None:
         assert stager.staged_bytes == 4032
         stager.close()
 
+    def stage_again() -> None:
+        # Threads that copied in the parent do not exist here.
+        first: Any = stager.stage({"w": torch.full((1000,), 3.0)})
+        assert first["w"].eq(3.0).all()
+
     in_child(stage)
     assert staged["w"].eq(1.0).all()
     staged = None
     stager.prefault({"w": torch.zeros(1000)})
-    in_child(lambda: _stage_two(stager))
+    in_child(stage_again)
     stager.close()
-
-
-def _stage_two(stager: Stager) -> None:
-    # Threads that copied in the parent do not exist here.
-    first: Any = stager.stage({"w": torch.full((1000,), 3.0)})
-    assert first["w"].eq(3.0).all()
 
 
 def test_keeps_other_memory_of_a_child_where_that_of_the_parent_lies() -> None:
@@ -163,23 +161,16 @@ def test_keeps_other_memory_of_a_child_where_that_of_the_parent_lies() -> None:
     assert staged[0]["w"].eq(1.0).all()
 
 
-class Endless:
-    """A save that ends when the test wants it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go_on = threading.Event()
-        upload = BucketWriter._upload
-        monkeypatch.setattr(BucketWriter, "_upload", lambda *arguments: (self.go_on.wait(60), upload(*arguments))[1])
-
-
 @pytest.fixture
-def endless(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endless]:
-    save = Endless(monkeypatch)
-    yield save
-    save.go_on.set()
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Without it no upload begins."""
+    event, upload = threading.Event(), BucketWriter._upload
+    monkeypatch.setattr(BucketWriter, "_upload", lambda *arguments: (event.wait(60), upload(*arguments))[1])
+    yield event
+    event.set()
 
 
-def test_raises_in_a_child_what_waits_for_a_save_of_the_parent(tmp_path: Path, endless: Endless) -> None:
+def test_raises_in_a_child_what_waits_for_a_save_of_the_parent(tmp_path: Path, go_on: threading.Event) -> None:
     writer = BucketWriter()
     handle = bucketpoint.async_save(
         {"w": torch.ones(10)}, checkpoint_id=f"{tmp_path}/parent", storage_writer=writer, no_dist=True
@@ -194,7 +185,7 @@ def test_raises_in_a_child_what_waits_for_a_save_of_the_parent(tmp_path: Path, e
         assert not told
         assert error_boundary._last is not None
         assert error_boundary._last.failure is None
-        endless.go_on.set()
+        go_on.set()
         # Its own save does not wait for the parent's.
         own = bucketpoint.async_save(
             {"w": torch.zeros(10)}, checkpoint_id=f"{tmp_path}/child", storage_writer=writer, no_dist=True
@@ -203,14 +194,14 @@ def test_raises_in_a_child_what_waits_for_a_save_of_the_parent(tmp_path: Path, e
 
     in_child(wait)
     assert not handle.done()
-    endless.go_on.set()
+    go_on.set()
     handle.result(60)
     assert bucketpoint.load(f"{tmp_path}/parent")["w"].eq(1).all()
     assert bucketpoint.load(f"{tmp_path}/child")["w"].eq(0).all()
     writer.close()
 
 
-def test_leaves_a_manager_and_its_save_to_the_parent(tmp_path: Path, endless: Endless) -> None:
+def test_leaves_a_manager_and_its_save_to_the_parent(tmp_path: Path, go_on: threading.Event) -> None:
     policy = RetentionPolicy(root=str(tmp_path), keep=Keep(latest=1), save=Save(on=("sigterm",)))
     before = signal.getsignal(signal.SIGTERM)
     with CheckpointManager(policy=policy) as manager:
@@ -225,7 +216,7 @@ def test_leaves_a_manager_and_its_save_to_the_parent(tmp_path: Path, endless: En
             manager.close()
 
         in_child(use)
-        endless.go_on.set()
+        go_on.set()
         manager.wait()
         assert manager.steps() == [1]
 

@@ -39,13 +39,11 @@ from bucketpoint.integrations.megatron import BucketLoadStrategy, BucketSaveStra
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.stores import open_store
 from kit.servers import S3Server, free_port
+from kit.trainers import block, train_example
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
 LOOP = Path(__file__).with_name("loop.py")
-
-PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
-
 
 AT_HOME = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MASTER_ADDR": "127.0.0.1"}
 
@@ -133,17 +131,11 @@ def test_resumes_megatrons_loop_from_the_newest_whole_checkpoint_in_a_new_folder
 
 
 def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_path: Path) -> None:
-    bucket = minio.make_bucket()
-    program = tmp_path / "train.py"
-    code = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    code = code.replace("s3://bucket/", f"s3://{bucket}/")
+    url = f"s3://{minio.make_bucket()}/run-7"
+    code = block("megatron.md", "python").replace("s3://bucket/run-7", url)
     for steps, world in ((20, 2), (40, 1)):
-        program.write_text(code.replace("range(step, 100)", f"range(step, {steps})"))
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-        ran = run([*torchrun, str(program)], **minio.env)
-        assert ran.returncode == 0, ran.stderr[-6000:]
-        newest = bucketpoint.latest_checkpoint(f"s3://{bucket}/run-7", storage_options=minio.options)
-        assert newest == f"s3://{bucket}/run-7/iter_{steps:07d}"
+        now = code.replace("range(step, 100)", f"range(step, {steps})")
+        train_example(now, f"{url}/iter_{steps:07d}", world, minio, tmp_path, PYTHONWARNINGS="ignore")
 
 
 @pytest.fixture
@@ -360,7 +352,7 @@ def test_refuses_what_works_in_local_folders_only(tmp_path: Path) -> None:
         load(state(0), f"{tmp_path}/step-1")
 
 
-def test_refuses_a_folder_that_is_used_or_stands_for_another_run(tmp_path: Path) -> None:
+def test_lets_a_folder_stand_for_one_run_and_refuses_one_that_is_used(tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "latest_checkpointed_iteration.txt").write_text("500")
     with pytest.raises(BucketpointError, match="has other files"):
@@ -370,11 +362,8 @@ def test_refuses_a_folder_that_is_used_or_stands_for_another_run(tmp_path: Path)
         let_stand_for(tmp_path / "folder", f"{tmp_path}/run")
     with pytest.raises(BucketpointError, match=r"belongs to .*/run"):
         let_stand_for(tmp_path / "folder", f"{tmp_path}/other")
-
-
-def test_accepts_the_url_of_a_run_that_ends_with_a_slash(tmp_path: Path) -> None:
-    for url in (f"{tmp_path}/run", f"{tmp_path}/run/", f"{tmp_path}/run"):
-        let_stand_for(tmp_path / "folder", url)
+    for url in (f"{tmp_path}/new", f"{tmp_path}/new/", f"{tmp_path}/new"):
+        let_stand_for(tmp_path / "other", url)
 
 
 def test_lets_two_nodes_that_share_a_new_folder_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from bucketpoint import BucketpointError
 from bucketpoint.dcp.planning.rank_state import rank_state
 from bucketpoint.integrations.ray import checkpoint_url, report, restore
 from kit.servers import S3Server
+from kit.trainers import assert_same_steps, block
 from ray_train import trainer
 
 pytestmark = [
@@ -81,10 +82,7 @@ def test_resumes_with_fewer_workers_after_a_kill_in_an_upload(bucketpoint_minio:
     result = fit(trainer.train, config, bucketpoint_minio, bucket, workers=2)
     told = json.loads((tmp_path / "resumed").read_text())
     assert (told["from"], told["world"]) == (12, 2)
-    expected = trainer.in_one_process()
-    assert [tuple(each[:2]) for each in told["seen"]] == [each[:2] for each in expected[12:]]
-    losses, wanted = [each[2] for each in told["seen"]], [each[2] for each in expected[12:]]
-    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert_same_steps(told["seen"], trainer.in_one_process()[12:])
     assert checkpoint_url(result.checkpoint).endswith("_step-24")
     # Ray's own: the metrics of the newest checkpoint.
     assert result.metrics["step"] == 24
@@ -98,10 +96,7 @@ def test_begins_again_by_ray_after_a_killed_worker_and_keeps_as_many_as_told(
     result = fit(trainer.train, config, bucketpoint_minio, bucket, workers=4, failures=1, num_to_keep=2)
     told = json.loads((tmp_path / "report").read_text())
     assert told["from"] == 12
-    expected = trainer.in_one_process()[12:]
-    assert [tuple(each[:2]) for each in told["seen"]] == [each[:2] for each in expected]
-    losses, wanted = [each[2] for each in told["seen"]], [each[2] for each in expected]
-    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert_same_steps(told["seen"], trainer.in_one_process()[12:])
     assert len(result.best_checkpoints) == 2
     # What is left of the save that was killed is nobody's checkpoint.
     assert whole(bucket, bucketpoint_minio) == ["-18", "18", "24"]
@@ -138,11 +133,9 @@ def test_trains_and_resumes_with_the_example_of_the_page(
     bucketpoint_minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).parents[2] / "docs" / "ray.md"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     bucket = bucketpoint_minio.make_bucket()
     path = f"storage_path='{bucket}', storage_filesystem=filesystem"
-    code = code.replace('storage_path="s3://bucket/runs"', path).replace('name="run-7"', 'name="run"')
+    code = block("ray.md", "python").replace('storage_path="s3://bucket/runs"', path).replace('"run-7"', '"run"')
     # As the main module's the functions reach the workers by value.
     around = {"__name__": "__main__", "filesystem": filesystem(bucketpoint_minio)}
     exec(code.replace("4):", "3):"), around)
@@ -203,17 +196,8 @@ def counts_anew(config: dict[str, Any]) -> None:
     report({"loss": 1.0})
     while not str(getattr(ray.train.get_checkpoint(), "path", "")).endswith("_step-8"):
         time.sleep(0.1)
-    found: dict[str, Any] = {
-        "lr": torch.zeros(2),
-        "run": 0,
-        "history": [],
-        "best": {},
-        "last": None,
-        "never": {},
-        "now": None,
-        "losses": {},
-    }
-    found["rank"] = rank_state(None)
+    found: dict[str, Any] = {"lr": torch.zeros(2), "run": 0, "history": [], "best": {}, "last": None}
+    found.update({"never": {}, "now": None, "losses": {}, "rank": rank_state(None)})
     restore(found)
     if ray.train.get_context().get_world_rank() == 1:
         Path(config["report"]).write_text(repr(found))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 import bucketpoint
 from bucketpoint.catalog.catalog import Catalog, open_catalog
@@ -43,17 +44,7 @@ def there(catalog: Catalog) -> list[tuple[int, str]]:
 def model_at(url: str, server: S3Server) -> dict[str, torch.Tensor]:
     """The tensors of a model in a checkpoint, by their names there."""
     state = bucketpoint.load(url, keys=["*.weight"], storage_options=server.options)
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(part: dict[str, Any], above: str) -> None:
-        for name, value in part.items():
-            if isinstance(value, dict):
-                collect(value, f"{above}{name}.")
-            else:
-                found[f"{above}{name}"] = value
-
-    collect({name: part for name, part in state.items() if name != "optimizer"}, "")
-    return found
+    return flatten_state_dict({name: part for name, part in state.items() if name != "optimizer"})[0]
 
 
 def downloaded(server: S3Server, url: str, folder: Path) -> list[str]:
@@ -68,15 +59,12 @@ def downloaded(server: S3Server, url: str, folder: Path) -> list[str]:
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of an export, all of whose files are in its index."""
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
     named: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert {path.name for path in folder.glob("*.safetensors")} == set(named.values())
-    tensors: dict[str, torch.Tensor] = {}
-    for name, path in named.items():
-        with safe_open(folder / path, "pt") as file:
-            tensors[name] = file.get_tensor(name)
-    return tensors
+    files = {path: load_file(folder / path) for path in named.values()}
+    return {name: files[path][name] for name, path in named.items()}
 
 
 def quantized(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
