@@ -11,7 +11,7 @@ from bucketpoint.location import Location
 from bucketpoint.stores.s3 import S3Store
 
 
-def test_keeps_one_form_of_the_url_and_makes_one_store(tmp_path: Path) -> None:
+def test_keeps_one_form_of_the_url_one_store_and_the_options_for_other_urls(tmp_path: Path) -> None:
     place = Location.of("s3://bucket/run/", {"endpoint_url": "http://e"})
     assert Location.of(place) is place
     store, prefix = place.opened
@@ -19,11 +19,6 @@ def test_keeps_one_form_of_the_url_and_makes_one_store(tmp_path: Path) -> None:
     assert (place.url, store.bucket, prefix) == ("s3://bucket/run", "bucket", "run")
     assert place.opened[0] is store
     assert Location.of(tmp_path).url == str(tmp_path)
-
-
-def test_gives_other_urls_the_same_options_and_another_store() -> None:
-    place = Location.of("s3://bucket/run", {"endpoint_url": "http://e"})
-    assert place.opened
     other = place.at("s3://other/")
     assert (other.url, other.storage_options, other.fs) == ("s3://other", place.storage_options, None)
     assert other.opened[0].url == "s3://other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import queue
 import tempfile
 import threading
@@ -165,6 +166,15 @@ BEFORE = torch.zeros(4, 3)
 BEFORE_ARRAY = BEFORE.numpy()
 
 LOADERS: dict[str, Callable[[Take, torch.Tensor], Any]] = {
+    "tolist": lambda take, p: filled(take, p).tolist(),
+    "numpy": lambda take, p: float(filled(take, p).numpy().sum()),
+    "float": lambda take, p: float(filled(take, p)[1, 1]),
+    "deepcopy": lambda take, p: copy.deepcopy(filled(take, p)),
+    "storage": lambda take, p: bytes(filled(take, p).untyped_storage()),
+    # vLLM's composed loaders write a function of the parameter into it.
+    "function of itself": lambda take, p: p.copy_(-filled(take, p).exp()),
+    "write into a view": lambda take, p: (filled(take, p).view(-1)[1:].zero_(), p),
+    "stack": lambda take, p: torch.stack([filled(take, p), p]),
     "apply_": lambda take, p: filled(take, p).apply_(lambda value: 2 * value),
     "apply_ to the source": lambda take, p: take("a").apply_(lambda value: 2 * value),
     "map_": lambda take, p: torch.ones(4, 3).map_(filled(take, p), lambda one, other: one + other),
@@ -251,12 +261,18 @@ def test_refuses_a_load_during_which_an_outer_mode_ended() -> None:
         list(iterator)
 
 
-def test_raises_where_memory_of_unread_tensors_is_taken() -> None:
+def test_refuses_what_torch_refuses_and_to_give_memory_of_unread_tensors() -> None:
     memory = Memory(a=counting(3))
     with memory.promises.noting():
+        with pytest.raises(RuntimeError, match="size"):
+            torch.zeros(4).copy_(memory["a"])
+        with pytest.raises(RuntimeError):
+            memory["a"].view(2, 2)
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
             torch.utils.dlpack.to_dlpack(memory["a"])
         with pytest.raises(RuntimeError, match="size"):
             torch.empty(4, device="meta").copy_(memory["a"])
         torch.zeros(0, 3).copy_(memory["a"][:0].view(0, 1).expand(0, 3))
-    assert memory.keys == [[]]
+        assert not memory.loads
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch.zeros(1).expand(3).copy_(memory["a"])

@@ -63,17 +63,11 @@ def test_renders_the_lists_tables_and_code_of_a_page_that_github_shows(source: P
         )
 
 
-def test_leads_a_link_to_a_page_outside_docs_to_its_page() -> None:
+def test_leads_links_to_pages_or_to_the_repository_at_the_version_or_leaves_them() -> None:
     assert linked("[a](../SECURITY.md#reporting)") == "[a](security.md#reporting)"
     assert linked("[a](docs/saving.md)", "README.md") == "[a](saving.md)"
-
-
-def test_leads_a_link_to_a_file_or_a_folder_to_the_repository_at_the_version() -> None:
     assert linked("[`a`](../Makefile)") == "[`a`](https://host/repo/blob/v1/Makefile)"
     assert linked("[a](../policies)") == "[a](https://host/repo/tree/v1/policies)"
-
-
-def test_leaves_links_that_lead_nowhere_or_elsewhere_and_code_as_they_are() -> None:
     for text in (
         "[a](../no.md)",
         "[a](#here)",
