@@ -34,9 +34,6 @@ class Steps:
 
 
 def main(root: str, report: str, kind: str) -> None:
-    if "PROCESSES" in os.environ:
-        # For the test that kills this process: torchrun has made it the first of a group.
-        Path(os.environ["PROCESSES"], str(os.getpgrp())).touch()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1 if kind == "fsdp1" else 2,
         auto_wrap_policy="NO_WRAP",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, CheckpointManager
+from bucketpoint.cli.app import run
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, CorruptDataError, MismatchError
 from bucketpoint.format.safetensors_header import TensorEntry, encode_header
 from bucketpoint.integrations.weights import Weights, WeightsOptions, read_kept
@@ -118,15 +119,22 @@ def test_refuses_configurations_and_names_that_do_not_fit(tmp_path: Path) -> Non
         loaded(url=url, prefix="net.")
 
 
+@pytest.mark.parametrize("by", ["save", "rm"])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_refuses_to_mix_two_checkpoints_of_one_url(tmp_path: Path, at_once: bool) -> None:
+def test_refuses_a_checkpoint_that_is_replaced_or_deleted_during_the_load(
+    tmp_path: Path, at_once: bool, by: str
+) -> None:
     url = f"file://{tmp_path}/latest"
     old, new = ({"a": torch.full((2, 2), float(n)), "b": torch.full((2, 2), float(n))} for n in (1, 2))
     save(url, old)
-    with pytest.raises(CorruptDataError), Weights(WeightsOptions.of({"url": url})).loading() as tensors:
+    options = WeightsOptions.of({"url": url})
+    with pytest.raises(CorruptDataError, match="a data object is missing"), Weights(options).loading() as tensors:
         if at_once:
             assert tensors["a"].sum().item() == 4
-        save(url, new)
+        if by == "save":
+            save(url, new)
+        else:
+            assert run(["rm", "--yes", "--force", url]) == 0
         torch.zeros(2, 2).copy_(tensors["b"])
 
 

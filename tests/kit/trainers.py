@@ -21,6 +21,13 @@ from kit.servers import S3Server, free_port
 
 PAGES = Path(__file__).parents[2] / "docs"
 
+NOTES_ITS_GROUP = """
+import os, pathlib
+if "LOCAL_RANK" in os.environ:
+    pathlib.Path(__file__).with_name(f"{os.getpgrp()}.group").touch()
+"""
+"""What Python runs as it starts: each rank, which torchrun makes the first of a group, leaves a file."""
+
 
 def command(program: Path, arguments: list[str], world: int) -> list[str]:
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
@@ -98,15 +105,14 @@ def kill_and_resume(
 def killed_in_an_upload(
     program: Path, arguments: list[str], world: int, server: S3Server, url: str, folder: Path, **env: str
 ) -> None:
-    """Run a program until some of a checkpoint's data is in the bucket and some is not, and kill all ranks then.
-
-    Each rank leaves a file named like its process group in the folder that the environment names as PROCESSES.
-    """
+    """Run a program until some of a checkpoint's data is in the bucket and some is not, and kill all ranks then."""
     folder.mkdir()
+    (folder / "sitecustomize.py").write_text(NOTES_ITS_GROUP)
+    paths = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     with FaultProxy(server.endpoint) as proxy:
-        through = environment(server.at(proxy.url), {**env, "PROCESSES": str(folder)})
+        through = environment(server.at(proxy.url), {**env, "PYTHONPATH": paths})
         with subprocess.Popen(command(program, arguments, world), env=through, stderr=subprocess.PIPE) as job:
-            while len(ranks := [int(path.name) for path in folder.iterdir()]) < world:
+            while len(ranks := [int(path.stem) for path in folder.glob("*.group")]) < world:
                 assert job.poll() is None, job.communicate()[1][-6000:]
                 time.sleep(0.05)
             bucket, _, key = url.removeprefix("s3://").partition("/")

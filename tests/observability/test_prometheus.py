@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import subprocess
 import time
 import urllib.parse
@@ -20,6 +21,25 @@ from observability.demo_run import EXAMPLE, running
 
 LIMIT_S = 120
 """Far above the few seconds that anything here takes: only a hang reaches it."""
+
+
+def _found(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(
+            f"there is no {name} here: `apt-get install prometheus`, or put a release of Prometheus on the PATH"
+        )
+    return path
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    return _found("promtool")
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> str:
+    return _found("prometheus")
 
 
 def test_validates_the_example_by_promtool(promtool: str) -> None:

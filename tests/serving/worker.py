@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,22 +21,13 @@ from bucketpoint.stores.local import LocalStore
 read_bytes = 0
 
 
-def count_reads(meanwhile: dict[str, list[str]]) -> None:
-    """Count the bytes that are read. Run each command of `meanwhile` before the second read of data of its folder."""
-    lock, read_into, once = threading.Lock(), LocalStore.read_into, set[str]()
+def count_reads() -> None:
+    lock, read_into = threading.Lock(), LocalStore.read_into
 
     def counting(self: Any, key: str, offset: int, buffers: Any, **kwargs: Any) -> None:
         global read_bytes
         with lock:
             read_bytes += sum(len(view) for view in buffers)
-            of_data = self._url(key) if key.endswith(".distcp") else ""
-            for folder in [folder for folder in meanwhile if f"{folder}/" in of_data]:
-                if folder in once:
-                    subprocess.run(meanwhile.pop(folder), check=True)
-                else:
-                    read_into(self, key, offset, buffers, **kwargs)
-                    once.add(folder)
-                    return
         read_into(self, key, offset, buffers, **kwargs)
 
     LocalStore.read_into = counting  # type: ignore[method-assign]
@@ -153,7 +143,7 @@ if __name__ == "__main__":
         arrives = arguments.pop("arrives", {})
         out.write_text(json.dumps(tokens(arguments, int(os.environ["WORLD_SIZE"]), arrives)))
     else:
-        count_reads(arguments.pop("meanwhile", {}))
+        count_reads()
         place = arguments.pop("place")
         result = parameters(arguments, place, arguments.pop("reload", {}), arguments.pop("refused", []))
         torch.save({"parameters": result, "read": read_bytes}, out)

@@ -6,6 +6,8 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from bucketpoint import CommitInfo
+
 
 def policies(configs: list[dict[str, Any]], variable: str | None = None) -> list[dict[str, Any]]:
     """The policies that options of torchtitan's stand for."""
@@ -58,3 +60,9 @@ def refusals_of_safetensors(root: str, configs: list[dict[str, Any]], adapter: o
         return ""
 
     return list(map(refused, configs))
+
+
+def note(info: CommitInfo) -> None:
+    """A program's function that is told of commits."""
+    with open(os.environ["TOLD"], "a") as file:
+        file.write(f"{info.step} {info.url}\n")

@@ -94,7 +94,7 @@ def test_saves_beside_training_prunes_and_resumes_with_another_number_of_ranks(
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
     catalog = open_catalog(Location.of(root, minio.options))
-    override = f'{OURS}={{"on_commit": "titan.told:note"}}'
+    override = f'{OURS}={{"on_commit": "titan.scenarios:note"}}'
     common = [*flags(root, steps=5, override=override), "--checkpoint.async_mode", "async"]
     split = ["--parallelism.tensor_parallel_degree", "2"]
     env = {**minio.env, "TOLD": str(tmp_path / "told")}

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from xla.hosts import Host
 
 
-@pytest.fixture(scope="session")
-def four() -> Iterator[Host]:
-    """Four devices."""
-    yield from _host(4)
+def _host(devices: int) -> Any:
+    @pytest.fixture(scope="session")
+    def host() -> Iterator[Host]:
+        running = Host(devices)
+        yield running
+        running.close()
+
+    return host
 
 
-@pytest.fixture(scope="session")
-def other_four() -> Iterator[Host]:
-    """Four more, of which the first four know nothing."""
-    yield from _host(4)
-
-
-@pytest.fixture(scope="session")
-def sixteen() -> Iterator[Host]:
-    """Sixteen devices."""
-    yield from _host(16)
-
-
-def _host(devices: int) -> Iterator[Host]:
-    host = Host(devices)
-    yield host
-    host.close()
+# Of the others the first four know nothing.
+four, other_four, sixteen = _host(4), _host(4), _host(16)
