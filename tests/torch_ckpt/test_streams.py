@@ -21,17 +21,11 @@ from torch_checkpointing.storage.torch_serialization import load_torch_serialize
 from bucketpoint import CorruptDataError
 from bucketpoint.integrations.torch_checkpointing import BucketStorage, BucketStorageConfig
 from bucketpoint.integrations.torch_checkpointing.names import BLOCK_BYTES, file_bytes, object_bytes
+from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer import TransferOptions
 from kit.damage import flip
 from kit.servers import S3Server
-
-MIB = 1 << 20
-
-PARTED = TransferOptions(part_bytes=8 * MIB, connections=4)
-
-
-def on(server: S3Server, bucket: str, options: TransferOptions = PARTED) -> BucketStorage:
-    return BucketStorageConfig(f"s3://{bucket}/run", server.options, transfer=options).create_storage()
+from torch_ckpt.test_storage import MIB, PARTED, on
 
 
 @pytest.fixture(params=["memory", "s3"])
@@ -40,7 +34,20 @@ def storage(request: pytest.FixtureRequest) -> BucketStorage:
     if request.param == "memory":
         return BucketStorageConfig(f"memory://{uuid.uuid4().hex}").create_storage()
     server: S3Server = request.getfixturevalue("minio")
-    return on(server, server.make_bucket())
+    return on(server, server.make_bucket(), transfer=PARTED)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
+    """Addresses and sizes of the pieces of each part that is sent, by its number."""
+    parts, send = {}, S3Store.put_part
+
+    def put_part(self: S3Store, key: str, upload: str, number: int, body: Any, **more: Any) -> Any:
+        parts[number] = [(len(one) and torch.frombuffer(one, dtype=torch.uint8).data_ptr(), len(one)) for one in body]
+        return send(self, key, upload, number, body, **more)
+
+    monkeypatch.setattr(S3Store, "put_part", put_part)
+    return parts
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, 5 << 40])
@@ -66,20 +73,13 @@ def test_reads_any_range_of_a_large_file_back(storage: BucketStorage) -> None:
         assert file.read() == data[-4:]
 
 
-def test_sends_tensors_from_where_they_are(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = on(minio, minio.make_bucket())
+def test_sends_tensors_from_where_they_are(minio: S3Server, sent: dict[int, list[tuple[int, int]]]) -> None:
+    storage = on(minio, minio.make_bucket(), transfer=PARTED)
     base = torch.randn(5 * MIB)
     state = {"a": base, "view": base[10:], "b": torch.randn(300, 300), "text": "x" * 100}
-    addresses = []
-    send = type(storage.store).put_part
-
-    def put_part(self: Any, key: str, upload: str, number: int, body: Any, **more: Any) -> Any:
-        addresses.extend((torch.frombuffer(piece, dtype=torch.uint8).data_ptr(), len(piece)) for piece in body)
-        return send(self, key, upload, number, body, **more)
-
-    monkeypatch.setattr(type(storage.store), "put_part", put_part)
     with storage.get_write_stream(Path("x"), state) as stream:
         torch.save(state, stream)  # type: ignore[arg-type]
+    addresses = [piece for pieces in sent.values() for piece in pieces]
     low, high = base.data_ptr(), base.data_ptr() + base.nbytes
     assert sum(nbytes for start, nbytes in addresses if low <= start < high) == base.nbytes
     assert sum(nbytes for start, nbytes in addresses if not low <= start < high) < MIB
@@ -90,7 +90,7 @@ def test_sends_tensors_from_where_they_are(minio: S3Server, monkeypatch: pytest.
 @pytest.mark.parametrize("nbytes", [100, 20 * MIB])
 def test_leaves_nothing_of_a_stream_that_is_left_with_an_error(minio: S3Server, nbytes: int) -> None:
     bucket = minio.make_bucket()
-    storage = on(minio, bucket)
+    storage = on(minio, bucket, transfer=PARTED)
     with pytest.raises(RuntimeError, match="of the caller"), storage.stream_write(Path("x")) as stream:
         stream.write(bytes(nbytes))  # type: ignore[attr-defined]
         raise RuntimeError("of the caller")
@@ -105,16 +105,16 @@ def test_leaves_nothing_of_a_stream_dropped_while_it_sends_a_part(
     minio: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = minio.make_bucket()
-    storage = on(minio, bucket)
+    storage = on(minio, bucket, transfer=PARTED)
     dropped, sending = threading.Event(), threading.Event()
-    send = type(storage.store).put_part
+    send = S3Store.put_part
 
     def put_part(*args: Any, **more: Any) -> Any:
         sending.set()
         assert dropped.wait(60)
         return send(*args, **more)
 
-    monkeypatch.setattr(type(storage.store), "put_part", put_part)
+    monkeypatch.setattr(S3Store, "put_part", put_part)
     stream = storage.stream_write(Path("x"))
     stream.write(bytes(9 * MIB))  # type: ignore[attr-defined]
     assert sending.wait(60)
@@ -153,7 +153,7 @@ def test_finds_a_flipped_byte_wherever_it_is(tmp_path: Path, nbytes: int, place:
 
 def test_finds_an_object_that_was_replaced_after_the_commit(minio: S3Server) -> None:
     bucket = minio.make_bucket()
-    storage = on(minio, bucket)
+    storage = on(minio, bucket, transfer=PARTED)
     storage.write(Path("tmp_s/x"), bytes(6 * MIB))
     storage.write(Path("other"), bytes(5 * MIB) + os.urandom(MIB))
     storage.rename(Path("tmp_s"), Path("s"))
@@ -162,7 +162,7 @@ def test_finds_an_object_that_was_replaced_after_the_commit(minio: S3Server) -> 
     (other,) = minio.keys(bucket, "run/other/@o.")
     client.put_object(Bucket=bucket, Key=key, Body=client.get_object(Bucket=bucket, Key=other)["Body"].read())
     with pytest.raises(CorruptDataError, match="replaced"):
-        on(minio, bucket).read(Path("s/x"))
+        on(minio, bucket, transfer=PARTED).read(Path("s/x"))
 
 
 def test_writes_an_array_without_elements_as_an_empty_file(storage: BucketStorage) -> None:
@@ -178,26 +178,18 @@ def test_saves_a_tensor_without_memory_of_its_own(storage: BucketStorage) -> Non
 
 
 @pytest.mark.parametrize("left", [-64, -24, -10, 0])
-def test_makes_all_parts_but_the_last_of_one_size(minio: S3Server, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    storage = on(minio, minio.make_bucket(), TransferOptions(part_bytes=5 * MIB, connections=4))
-    sizes = {}
-    send = type(storage.store).put_part
-
-    def put_part(self: Any, key: str, upload: str, number: int, body: Any, **more: Any) -> Any:
-        sizes[number] = sum(map(len, body))
-        return send(self, key, upload, number, body, **more)
-
-    monkeypatch.setattr(type(storage.store), "put_part", put_part)
+def test_makes_all_parts_but_the_last_of_one_size(minio: S3Server, sent: dict[int, list[tuple[int, int]]], left: int) -> None:
+    storage = on(minio, minio.make_bucket(), transfer=TransferOptions(part_bytes=5 * MIB, connections=4))
     data = os.urandom(10 * MIB + left)
     storage.write(Path("x"), data)
     assert storage.read(Path("x")) == data
-    *others, last = (size for _, size in sorted(sizes.items()))
+    *others, last = (sum(size for _, size in pieces) for _, pieces in sorted(sent.items()))
     assert set(others) == {5 * MIB}
     assert last <= 5 * MIB
 
 
 def test_leaves_the_upload_alone_in_a_forked_process(minio: S3Server) -> None:
-    storage = on(minio, minio.make_bucket(), TransferOptions(part_bytes=5 * MIB, connections=2))
+    storage = on(minio, minio.make_bucket(), transfer=TransferOptions(part_bytes=5 * MIB, connections=2))
     with storage.stream_write(Path("x")) as stream:
         stream.write(bytes(6 * MIB))
         child = os.fork()
