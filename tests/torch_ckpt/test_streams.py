@@ -37,10 +37,14 @@ def storage(request: pytest.FixtureRequest) -> BucketStorage:
     return on(server, server.make_bucket(), transfer=PARTED)
 
 
+Sent = dict[int, list[tuple[int, int]]]
+"""Addresses and sizes of the pieces of each part that was sent, by its number."""
+
+
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
-    """Addresses and sizes of the pieces of each part that is sent, by its number."""
-    parts, send = {}, S3Store.put_part
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    parts: Sent = {}
+    send = S3Store.put_part
 
     def put_part(self: S3Store, key: str, upload: str, number: int, body: Any, **more: Any) -> Any:
         parts[number] = [(len(one) and torch.frombuffer(one, dtype=torch.uint8).data_ptr(), len(one)) for one in body]
@@ -73,7 +77,7 @@ def test_reads_any_range_of_a_large_file_back(storage: BucketStorage) -> None:
         assert file.read() == data[-4:]
 
 
-def test_sends_tensors_from_where_they_are(minio: S3Server, sent: dict[int, list[tuple[int, int]]]) -> None:
+def test_sends_tensors_from_where_they_are(minio: S3Server, sent: Sent) -> None:
     storage = on(minio, minio.make_bucket(), transfer=PARTED)
     base = torch.randn(5 * MIB)
     state = {"a": base, "view": base[10:], "b": torch.randn(300, 300), "text": "x" * 100}
@@ -178,7 +182,7 @@ def test_saves_a_tensor_without_memory_of_its_own(storage: BucketStorage) -> Non
 
 
 @pytest.mark.parametrize("left", [-64, -24, -10, 0])
-def test_makes_all_parts_but_the_last_of_one_size(minio: S3Server, sent: dict[int, list[tuple[int, int]]], left: int) -> None:
+def test_makes_all_parts_but_the_last_of_one_size(minio: S3Server, sent: Sent, left: int) -> None:
     storage = on(minio, minio.make_bucket(), transfer=TransferOptions(part_bytes=5 * MIB, connections=4))
     data = os.urandom(10 * MIB + left)
     storage.write(Path("x"), data)
