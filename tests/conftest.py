@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import hypothesis
 import pytest
@@ -258,9 +257,3 @@ def bucket(s3: S3Server) -> str:
 @pytest.fixture
 def bucket_tls(s3_tls: S3Server) -> str:
     return s3_tls.make_bucket()
-
-
-@pytest.fixture
-def storage_options(s3: S3Server) -> dict[str, Any]:
-    """`storage_options` for `s3`, in the style of s3fs."""
-    return s3.options

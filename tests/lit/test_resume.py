@@ -271,11 +271,8 @@ def test_gives_a_checkpoint_the_metrics_of_its_own_step_only(tmp_path: Path) -> 
 
 
 def _metrics_of(root: Path) -> Any:
-    manager = bucketpoint.CheckpointManager(root, policy=policy(4))
-    try:
+    with bucketpoint.CheckpointManager(root, policy=policy(4)) as manager:
         return manager.catalog.snapshot().metrics()
-    finally:
-        manager.close()
 
 
 def test_tests_weights_with_the_callbacks_of_lightning(tmp_path: Path) -> None:

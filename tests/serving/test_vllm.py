@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import bucketpoint
 from bucketpoint import BucketWriter
 from bucketpoint.errors import MismatchError
-from kit.servers import S3Server
+from kit.servers import S3Server, free_port
 
 COMMON = {
     "hidden_size": 256,
@@ -226,9 +225,7 @@ def test_answers_after_the_commands_of_the_page_and_its_example(tmp_path: Path, 
     root = Path(__file__).parents[2]
     page = (root / "docs/vllm.md").read_text(encoding="utf-8").replace("\\\n", "")
     url, config = minio.url(minio.make_bucket(), "run"), str(tmp_path / "config")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     for name, value in {"s3://bucket/run": url, "CONFIG_DIR": config, "localhost:8000": f"127.0.0.1:{port}"}.items():
         page = page.replace(name, value)
     train, serve, ask = (shlex.split(line) for line in re.findall(r"^(?:torchrun|vllm|curl) .*", page, re.MULTILINE))
