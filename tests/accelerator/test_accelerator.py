@@ -112,7 +112,7 @@ def test_raises_no_alarm_for_saves_within_an_epoch(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.usefixtures("fresh")
-def test_resumes_in_the_middle_of_an_accumulation_also_if_the_accelerator_was_pickled(tmp_path: Path) -> None:
+def test_resumes_in_the_middle_of_an_accumulation_with_a_pickled_accelerator(tmp_path: Path) -> None:
     accelerator, model, _ = prepared()
     accelerator.gradient_accumulation_steps = 2
     with accelerator.accumulate(model):

@@ -185,7 +185,7 @@ def test_leaves_as_many_checkpoints_as_the_trainer_itself(tmp_path: Path, best: 
         assert left == {6 if best else 10, 12}
 
 
-def test_resumes_from_a_folder_of_the_trainers_own_leaves_it_and_finds_the_best_model(tmp_path: Path) -> None:
+def test_resumes_from_a_folder_of_the_trainers_own_leaves_it_and_finds_its_best(tmp_path: Path) -> None:
     own = trainer(tmp_path, made=ScoredOwn, **BEST_BY_SCORE)
     own.train()
     folder = tmp_path / "logs" / "checkpoint-6"

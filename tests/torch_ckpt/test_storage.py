@@ -236,7 +236,7 @@ def test_deletes_a_directory_with_its_objects_and_saves_it_again(storage: Bucket
     assert run.ls(Path("step-1")) == ["other"]
 
 
-def test_treats_names_that_look_like_ours_as_files_and_ignores_objects_of_other_tools(storage: BucketStorage) -> None:
+def test_treats_names_that_look_like_ours_as_files_and_ignores_objects_of_others(storage: BucketStorage) -> None:
     looking = ["@d", "@f.0.0.0", "@n", "@tmp", "tmp_", "tmp_x", "x"]
     for name in looking:
         put(storage, f"dir/{name}", name.encode())
