@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,8 +19,21 @@ from fsspec.implementations.local import LocalFileSystem
 import azurite
 
 IN_PROCESS = ("memory", "file", "dir", "async")
-SERVED = tuple(name for name in ("s3fs", "gcsfs", "adlfs") if importlib.util.find_spec(name))
+_ON_SERVERS = {
+    "s3fs": ("minio", "s3fs:S3FileSystem"),
+    "gcsfs": ("gcs", "gcsfs.core:GCSFileSystem"),
+    "adlfs": ("azure", "adlfs:AzureBlobFileSystem"),
+}
+"""The fixture of the server, and the class, of each library's filesystem."""
+SERVED = tuple(filter(importlib.util.find_spec, _ON_SERVERS))
 """Those whose library is here: `make test-fsspec` has all of them."""
+
+_GUARANTEES = {
+    "memory": ("creates", "replaces"),
+    "s3fs": ("creates", "replaces", "checks", "parts"),
+    "gcsfs": ("creates", "checks"),
+    "adlfs": ("creates", "replaces", "parts"),
+}
 
 
 class OtherFiles(LocalFileSystem):
@@ -48,65 +61,40 @@ class Backend:
 
 @contextmanager
 def backend(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
-    """The filesystem of that name. Skips where its library or its server is not here."""
+    """The filesystem of that name. Skips where its server is not here."""
+    guaranteed = dict.fromkeys(_GUARANTEES.get(name, ()), True)
     if name in ("memory", "async"):
         memory = fsspec.filesystem("memory")
         root = f"/backend-{tmp_path.name}-{os.urandom(4).hex()}"
+
+        def left_behind() -> list[str]:
+            return [one for one in memory.store if one.startswith(root)]
+
         fs = memory if name == "memory" else AsyncFileSystemWrapper(memory)
-        yield Backend(
-            name,
-            fs,
-            root,
-            creates=name == "memory",
-            replaces=name == "memory",
-            left_behind=lambda: [one for one in memory.store if one.startswith(root)],
-        )
-        memory.rm(root, recursive=True) if memory.exists(root) else None
-    elif name == "file":
-        yield Backend(name, fsspec.filesystem("file"), str(tmp_path), left_behind=lambda: _files(tmp_path))
-    elif name == "dir":
-        fs = fsspec.filesystem("dir", path=str(tmp_path), fs=OtherFiles())
-        yield Backend(name, fs, "inside", left_behind=lambda: _files(tmp_path))
-    elif name == "s3fs":
-        library: Any = importlib.import_module("s3fs")
-        server = request.getfixturevalue("minio")
-        bucket = server.make_bucket()
-        fs = library.S3FileSystem(**server.options)
-        yield Backend(
-            name,
-            fs,
-            f"{bucket}/run",
-            creates=True,
-            replaces=True,
-            checks=True,
-            parts=True,
-            left_behind=lambda: server.keys(bucket) + server.open_uploads(bucket, "run/up/load"),
-        )
-    elif name == "gcsfs":
-        library = importlib.import_module("gcsfs")
-        server = request.getfixturevalue("gcs")
-        bucket = server.make_bucket()
-        settings = {"token": "anon", "project": "test", "endpoint_url": server.endpoint}
-        fs = library.core.GCSFileSystem(**settings)
-        yield Backend(
-            name, fs, f"{bucket}/run", creates=True, checks=True, left_behind=lambda: list(server.keys(bucket))
-        )
-    elif name == "adlfs":
-        library = importlib.import_module("adlfs")
-        server = request.getfixturevalue("azure")
-        container = server.make_container()
-        fs = library.AzureBlobFileSystem(**server.options)
-        yield Backend(
-            name,
-            fs,
-            f"{container}/run",
-            creates=True,
-            replaces=True,
-            parts=True,
-            left_behind=lambda: [one for one in fs.find(container) if not one.endswith("/")],
-        )
+        yield Backend(name, fs, root, left_behind=left_behind, **guaranteed)
+        if memory.exists(root):
+            memory.rm(root, recursive=True)
+    elif name in ("file", "dir"):
+
+        def left_behind() -> list[str]:
+            return [str(path) for path in tmp_path.rglob("*") if path.is_file()]
+
+        inside = fsspec.filesystem("dir", path=str(tmp_path), fs=OtherFiles())
+        fs, root = (fsspec.filesystem("file"), str(tmp_path)) if name == "file" else (inside, "inside")
+        yield Backend(name, fs, root, left_behind=left_behind)
     else:
-        raise ValueError(name)
+        fixture, kind = _ON_SERVERS[name]
+        server = request.getfixturevalue(fixture)
+        bucket = server.make_container() if name == "adlfs" else server.make_bucket()
+        of_gcs = {"token": "anon", "project": "test", "endpoint_url": server.endpoint}
+        fs = pkgutil.resolve_name(kind)(**(of_gcs if name == "gcsfs" else server.options))
+
+        def left_behind() -> list[str]:
+            if name == "adlfs":
+                return [one for one in fs.find(bucket) if not one.endswith("/")]
+            return [*server.keys(bucket), *server.open_uploads(bucket, "run/up/load")]
+
+        yield Backend(name, fs, f"{bucket}/run", left_behind=left_behind, **guaranteed)
 
 
 @contextmanager
@@ -117,7 +105,3 @@ def azure_server() -> Iterator[azurite.AzureServer]:
         pytest.skip("there is no Azurite here: `npm install --prefix .cache/azurite azurite`, or set $AZURITE")
     with azurite.azurite(binary) as server:
         yield server
-
-
-def _files(folder: Path) -> list[str]:
-    return [str(path) for path in folder.rglob("*") if path.is_file()]
