@@ -60,11 +60,8 @@ def save_where_one_rank_fails(rank: int, world: int, root: str) -> Any:
 
 
 def test_raises_on_all_ranks_and_goes_on_with_the_next_save(tmp_path: Path) -> None:
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         results = ranks.run(save_where_one_rank_fails, str(tmp_path))
-    finally:
-        ranks.close()
     no_state = "BucketpointError: Rank 1 failed: ValueError: no state"
     no_copy = "StagingError: Copying the state to host memory failed: no room"
     assert results == [([no_state, no_copy, "done", "done", "done"], ["step-4"])] * 2
