@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bucketpoint
-from bucketpoint import MismatchError
+from bucketpoint import BucketpointError, MismatchError
 from bucketpoint.dcp.planning import rank_state
 from bucketpoint.integrations import training_state
 from bucketpoint.integrations.parts import OfThisRank, RandomState
@@ -98,8 +98,10 @@ def test_loads_an_optimizer_without_a_step_as_a_new_one(tmp_path: Path) -> None:
     assert_same(first, second)
 
 
-def test_refuses_a_checkpoint_with_more_than_the_model_or_without_the_optimizer(tmp_path: Path) -> None:
+def test_refuses_an_optimizer_of_another_model_and_checkpoints_with_more_or_without_it(tmp_path: Path) -> None:
     state = made(0)
+    with pytest.raises(BucketpointError, match="No single model"):
+        with_parts({**state, "model": Experts(1)}, "")
     state["model"].more = torch.nn.Linear(2, 2)
     save(state, tmp_path / "more")
     save({"model": Experts(0)}, tmp_path / "less")

@@ -58,6 +58,9 @@ def test_chooses_the_newest_the_best_or_a_step_of_a_run(tmp_path: Path, monkeypa
         loaded(url=run, step="best")
     monkeypatch.setenv("BUCKETPOINT_POLICY", str(tmp_path / "policy.yaml"))
     assert loaded(url=run, step="best")["w"].tolist() == [2, 2]
+    # A checkpoint that is named, and not one within it.
+    save(f"{run}/step-1/ema-7", {"w": torch.full((2,), 7.0)})
+    assert loaded(url=f"{run}/step-1")["w"].tolist() == [1, 1]
     with pytest.raises(CheckpointNotFoundError, match="step 9"):
         loaded(url=run, step=9)
     with pytest.raises(CheckpointNotFoundError, match=r"There is no \.metadata"):

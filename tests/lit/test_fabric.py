@@ -98,13 +98,3 @@ def test_refuses_states_with_a_kept_name_without_a_model_and_without_objects(tmp
         fabric.load(tmp_path / "one", {"model": model, "fabric": 1})
     with pytest.raises(BucketpointError, match="objects to load into"):
         fabric.load(tmp_path / "one")
-
-
-def test_loads_the_checkpoint_that_was_named_and_not_one_within_it(tmp_path: Path) -> None:
-    fabric, model, _ = fabric_of()
-    for step, url in ((1, tmp_path / "step-1"), (7, tmp_path / "step-1" / "ema-7")):
-        fabric.save(url, {"model": model, "step": step})
-    fabric.strategy.wait()
-    target = {"model": model, "step": 0}
-    fabric.load(tmp_path / "step-1", target)
-    assert target["step"] == 1
