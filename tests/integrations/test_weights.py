@@ -80,16 +80,10 @@ def swapped(tensors: dict[str, Any]) -> dict[str, Any]:
 def test_gives_names_as_wrappers_files_and_functions_make_them(tmp_path: Path) -> None:
     wrapped = {"module._orig_mod.a": torch.ones(2), "module.layers.1._fsdp_wrapped_module.b": torch.full((2,), 2.0)}
     save(f"file://{tmp_path}/wrapped", {"net": wrapped})
-    assert {
-        name: tensor[0].item() for name, tensor in loaded(url=f"file://{tmp_path}/wrapped", prefix="net.").items()
-    } == {
-        "a": 1,
-        "layers.1.b": 2,
-    }
-    save(
-        f"file://{tmp_path}/titan",
-        {f"layers.{n}.attention.wq": torch.full((2,), float(n)) for n in (3, 10)} | {"x": torch.ones(1)},
-    )
+    weights = loaded(url=f"file://{tmp_path}/wrapped", prefix="net.")
+    assert {name: tensor[0].item() for name, tensor in weights.items()} == {"a": 1, "layers.1.b": 2}
+    titan = {f"layers.{n}.attention.wq": torch.full((2,), float(n)) for n in (3, 10)}
+    save(f"file://{tmp_path}/titan", titan | {"x": torch.ones(1)})
     names = tmp_path / "names.json"
     names.write_text(json.dumps({"layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj", "x": None}))
     weights = loaded(url=f"file://{tmp_path}/titan", names=str(names))
@@ -201,14 +195,10 @@ def test_tells_refusals_of_shapes_from_other_errors(tmp_path: Path) -> None:
 
 
 def test_gives_an_engine_the_quantized_weights_as_they_are_stored(tmp_path: Path) -> None:
-    weight, scale = (
-        TensorEntry("w.weight", torch.float8_e4m3fn, (4, 2), 0),
-        TensorEntry("w.weight_scale_inv", torch.float32, (1, 1), 8),
-    )
-    data = (
-        torch.ones(4, 2).to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
-        + torch.full((1,), 3.0).numpy().tobytes()
-    )
+    weight = TensorEntry("w.weight", torch.float8_e4m3fn, (4, 2), 0)
+    scale = TensorEntry("w.weight_scale_inv", torch.float32, (1, 1), 8)
+    tensors = (torch.ones(4, 2).to(torch.float8_e4m3fn).view(torch.uint8), torch.full((1,), 3.0))
+    data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     (tmp_path / "model.safetensors").write_bytes(encode_header([weight, scale]) + data)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
