@@ -23,9 +23,8 @@ def jobs(name: str) -> dict[str, Any]:
 def pinned(name: str) -> dict[str, list[str]]:
     """Versions of each package in a file of constraints. Each must have a hash."""
     found: dict[str, list[str]] = {}
-    for entry in re.split(r"^(?=[a-z0-9])", (ROOT / "tools" / name).read_text(encoding="utf-8"), flags=re.MULTILINE)[
-        1:
-    ]:
+    text = (ROOT / "tools" / name).read_text(encoding="utf-8")
+    for entry in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]:
         match = re.match(r"([a-z0-9-]+)(?:\[[^]]*\])?==([^ ]+)", entry)
         assert match is not None, entry
         assert "--hash=sha256:" in entry, entry
