@@ -267,7 +267,9 @@ def test_generates_the_tokens_of_the_exported_model_also_after_an_update(tmp_pat
     arrives = {f"{tmp_path}/later/step-7": f"{tmp_path}/run/step-8"}
     arguments = {"dtype": "float32", "generate": True}
     theirs = {"load_format": "safetensors", **arguments}
-    expected = [run(world, tmp_path / f"theirs-{seed}", model=f"{tmp_path}/exported-{seed}", **theirs) for seed in (0, 1)]
+    expected = [
+        run(world, tmp_path / f"theirs-{seed}", model=f"{tmp_path}/exported-{seed}", **theirs) for seed in (0, 1)
+    ]
     assert len({*map(str, expected)}) == 2
     model = str(tmp_path / "exported-0")
     updated = run(world, tmp_path / "ours", model=model, arrives=arrives, **ours(run_url), **arguments)
