@@ -25,6 +25,25 @@ from titan.runs import OURS, called, train
 pytestmark = pytest.mark.timeout(1800)
 
 
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and a text, which torchtitan's package does not bring."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("assets")
+    (folder / "tokenizer").mkdir()
+    (folder / "text").mkdir()
+    texts = [" ".join(f"w{(i * 7 + j * 13) % 97}" for j in range(200)) for i in range(200)]
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["<unk>", "<s>", "</s>"]))
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    marks = json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(marks)
+    (folder / "text" / "data.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return folder
+
+
 def flags(root: str, *, steps: int, interval: int = 1, keep: int = 3, override: str | None = OURS) -> list[str]:
     given = [
         *("--checkpoint.folder", root, "--checkpoint.interval", str(interval)),

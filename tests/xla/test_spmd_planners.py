@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,20 @@ ROWS_OF_4 = ((4, 1), (0, 1))
 COLUMNS_OF_4 = ((1, 4), (0, 1))
 TWO_REPLICAS_OF_2 = ((2, 2), (0, None))
 GRID_OF_16 = ((4, 4), (0, 1))
+
+
+def host_of(devices: int) -> Any:
+    @pytest.fixture(scope="session")
+    def host() -> Iterator[Host]:
+        running = Host(devices)
+        yield running
+        running.close()
+
+    return host
+
+
+# Of the others the first four know nothing.
+four, other_four, sixteen = host_of(4), host_of(4), host_of(16)
 
 
 @pytest.fixture
