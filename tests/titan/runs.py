@@ -63,7 +63,6 @@ def train(
     env: Mapping[str, str] | None = None,
     shard_bytes: int | None = None,
     dies_before_commit: bool = False,
-    dies_before_index: bool = False,
     sigterm_at: int = 0,
 ) -> Ran:
     """Run `torchtitan.train` on so many ranks, and wait for its end.
@@ -73,7 +72,6 @@ def train(
         config: a function of `titan.debug_model`.
         shard_bytes: bytes of tensors in one file of an export.
         dies_before_commit: rank 0 is killed once the data of its first save is uploaded, before the checkpoint exists.
-        dies_before_index: rank 0 is killed once the files of its export are written, before their index exists.
         sigterm_at: the step at which SIGTERM reaches the last rank.
     """
     context = _context()
@@ -88,7 +86,6 @@ def train(
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
         changes: list[tuple[Callable[..., None], object]] = [(_export_in_files_of, shard_bytes)]
         changes += [(_die_before_commit, dies_before_commit and rank == 0)]
-        changes += [(_die_before_index, dies_before_index and rank == 0)]
         changes += [(_send_sigterm, sigterm_at if rank == world - 1 else 0)]
         arguments = (own, command, log, [change for change in changes if change[1]])
         ranks.append(context.Process(target=_rank, args=arguments))
@@ -137,12 +134,6 @@ def _die_before_commit(_: object) -> None:
     from bucketpoint.dcp.writer import BucketWriter
 
     BucketWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
-
-
-def _die_before_index(_: object) -> None:
-    from bucketpoint.convert import export
-
-    export.commit_conversion = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
 
 
 def _send_sigterm(at: int) -> None:

@@ -217,9 +217,11 @@ def test_exports_the_last_step_to_a_bucket_and_begins_from_it_on_fewer_ranks(
     common: dict[str, Any] = {"env": minio.env, "config": "untrained", "shard_bytes": 8 << 20}
     override = f'{OURS}={{"last_save_in_hf": "{hub}"}}'
     last = [*flags(root, steps=2, override=override), "--checkpoint.last_save_model_only"]
+    train(assets, tmp_path / "seed", *last, "--checkpoint.create_seed_checkpoint", **common).succeeded()
+    assert minio.keys(hub.split("/")[2]) == []
     train(assets, tmp_path / "two", *last, world=2, **common).succeeded()
     catalog = open_catalog(Location.of(root, minio.options))
-    assert there(catalog) == [(1, "full"), (2, "weights")]
+    assert there(catalog) == [(0, "full"), (1, "full"), (2, "weights")]
 
     model = model_at(f"{root}/step-1", minio)
     torch.save(model, tmp_path / "model")
@@ -243,29 +245,6 @@ def test_exports_the_last_step_to_a_bucket_and_begins_from_it_on_fewer_ranks(
     assert again.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(again[name], tensor), name
-
-
-def test_leaves_no_index_of_a_killed_export_and_makes_it_in_the_next_run(
-    minio: S3Server, root: str, assets: Path, tmp_path: Path
-) -> None:
-    hub = minio.url(minio.make_bucket(), "hub")
-    command = flags(root, steps=2, override=f'{OURS}={{"last_save_in_hf": "{hub}"}}')
-    command += ["--checkpoint.last_save_model_only"]
-    common: dict[str, Any] = {"env": minio.env, "shard_bytes": 8 << 20}
-    train(assets, tmp_path / "seed", *command, "--checkpoint.create_seed_checkpoint", **common).succeeded()
-    assert downloaded(minio, hub, tmp_path / "none") == []
-    dead = train(assets, tmp_path / "dead", *command, dies_before_index=True, **common)
-    assert dead.exits == [-signal.SIGKILL], dead.logs[0][-3000:]
-    left = downloaded(minio, f"{hub}/step-2", tmp_path / "left")
-    assert any(name.endswith(".safetensors") for name in left)
-    assert not {"model.safetensors", "model.safetensors.index.json"} & set(left)
-
-    again = train(assets, tmp_path / "again", *command, **common).succeeded()
-    assert list(again.losses) == [2]
-    downloaded(minio, f"{hub}/step-2", tmp_path / "hub")
-    read, saved = tensors_in(tmp_path / "hub"), model_at(f"{root}/step-2", minio)
-    assert read.keys() == saved.keys()
-    assert all(torch.equal(read[name], saved[name]) for name in saved)
 
 
 def test_refuses_what_does_not_fit_safetensors_before_training_begins() -> None:
