@@ -64,11 +64,10 @@ class EachOnce(SPMDSavePlanner):
         return dataclasses.replace(plan, items=list(items.values()))
 
 
-def save(url: str, layout: Layout | None, group: Group | None = None, options: Any = None) -> None:
+def save(url: str, layout: Layout | None, group: Group | None = None) -> None:
     """Save a state that lies on the devices as `layout` says; None: each tensor whole."""
     with _group(group) as no_dist:
-        writer = BucketWriter(url, storage_options=options)
-        dcp.save(_state(layout, fill=True), storage_writer=writer, planner=SPMDSavePlanner(), no_dist=no_dist)
+        dcp.save(_state(layout, fill=True), storage_writer=BucketWriter(url), planner=SPMDSavePlanner(), no_dist=no_dist)
 
 
 def save_each_once(url: str, layout: Layout) -> None:
@@ -82,11 +81,11 @@ def save_from_host(url: str, layout: Layout) -> None:
     dcp.save(state, storage_writer=BucketWriter(url), planner=SPMDSavePlanner(), no_dist=True)
 
 
-def load(url: str, layout: Layout | None, group: Group | None = None, options: Any = None) -> dict[str, int]:
+def load(url: str, layout: Layout | None, group: Group | None = None) -> dict[str, int]:
     """Load into a state that lies as `layout` says, check it, and return the number of read items of each tensor."""
     state, planner = _state(layout, fill=False), Watched()
     with _group(group) as no_dist:
-        dcp.load(state, storage_reader=BucketReader(url, storage_options=options), planner=planner, no_dist=no_dist)
+        dcp.load(state, storage_reader=BucketReader(url), planner=planner, no_dist=no_dist)
     for name, value in _state(None, fill=True)["model"].items():
         assert torch.equal(state["model"][name].cpu(), value.cpu()), name
     assert state["step"] == 7

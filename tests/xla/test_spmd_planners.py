@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kit.servers import S3Server
 from xla import scenarios
 from xla.hosts import TIMEOUT_S, Host
 from xla.scenarios import Group, Layout
@@ -99,9 +98,3 @@ def test_saves_and_loads_on_two_hosts_that_hold_the_same_shards(
         save.result(TIMEOUT_S)
     loads = [host.start(scenarios.load, url, GRID_OF_4, (f"{tmp_path}/b", rank, 2)) for rank, host in enumerate(hosts)]
     assert [load.result(TIMEOUT_S)["even"] for load in loads] == [8, 8]
-
-
-def test_saves_to_s3_and_loads_back(four: Host, moto: S3Server) -> None:
-    url = f"s3://{moto.make_bucket()}/run/step-1"
-    four.run(scenarios.save, url, ROWS_OF_4, None, moto.options)
-    assert four.run(scenarios.load, url, GRID_OF_4, None, moto.options)["even"] == 8
