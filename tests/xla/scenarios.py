@@ -67,7 +67,8 @@ class EachOnce(SPMDSavePlanner):
 def save(url: str, layout: Layout | None, group: Group | None = None) -> None:
     """Save a state that lies on the devices as `layout` says; None: each tensor whole."""
     with _group(group) as no_dist:
-        dcp.save(_state(layout, fill=True), storage_writer=BucketWriter(url), planner=SPMDSavePlanner(), no_dist=no_dist)
+        writer, planner = BucketWriter(url), SPMDSavePlanner()
+        dcp.save(_state(layout, fill=True), storage_writer=writer, planner=planner, no_dist=no_dist)
 
 
 def save_each_once(url: str, layout: Layout) -> None:
