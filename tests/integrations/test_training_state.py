@@ -125,32 +125,19 @@ def test_restores_by_a_manager_what_it_has_saved_and_passes_over_damage(tmp_path
     assert sorted(float(state["step"]) for state in second["optimizer"].state.values()) == [0.0, 0.0, 1.0, 1.0]
 
 
-class Position:
-    """The position of a dataloader."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
 def test_keeps_the_state_of_a_rank_that_the_checkpoint_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucketpoint.save({"position": OfThisRank(Position(7)), "epoch": 1}, tmp_path)
-    mine = Position(3)
-    loading = TrainingState(lambda: {"position": OfThisRank(mine), "epoch": 0})
+    saved, mine = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (7.0, 3.0))
+    bucketpoint.save({"scaler": OfThisRank(saved), "epoch": 1}, tmp_path)
+    loading = TrainingState(lambda: {"scaler": OfThisRank(mine), "epoch": 0})
     with monkeypatch.context() as another_rank:
         another_rank.setattr(training_state, "this_rank", lambda: 5)
         another_rank.setattr(rank_state, "this_rank", lambda: 5)
         assert loading.load(str(tmp_path))["epoch"] == 1
-    assert mine.at == 3
+    assert mine.get_scale() == 3
     loading.load(str(tmp_path))
-    assert mine.at == 7
+    assert mine.get_scale() == 7
 
 
 def test_sets_the_generators_of_those_devices_that_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,19 +46,6 @@ def test_trains_the_example_with_fabric_alone_without_the_lines_of_the_page(mini
     assert len(list((tmp_path / "run-8").iterdir())) == 3
 
 
-class Steps:
-    """An object with a state of its own."""
-
-    def __init__(self, done: int) -> None:
-        self.done = done
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done = state["done"]
-
-
 def fabric_of() -> tuple[Any, Any, Any]:
     strategy = bucket_strategy(SingleDeviceStrategy, device="cpu")
     fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
@@ -71,15 +58,15 @@ def fabric_of() -> tuple[Any, Any, Any]:
 
 def test_restores_values_of_the_program_and_returns_those_not_asked_for(tmp_path: Path) -> None:
     fabric, model, optimizer = fabric_of()
-    state = {"model": model, "optimizer": optimizer, "steps": Steps(7), "epoch": 3, "more": {"a": [1]}}
+    saved, scaler = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (7.0, 3.0))
+    state = {"model": model, "optimizer": optimizer, "scaler": saved, "epoch": 3, "more": {"a": [1]}}
     fabric.save(tmp_path / "run" / "step-7", state, filter={"more": lambda name, _: name == "a"})
     fabric.strategy.wait()
     again, other, its_optimizer = fabric_of()
-    steps = Steps(0)
-    target = {"model": other, "optimizer": its_optimizer, "steps": steps, "epoch": 0}
+    target = {"model": other, "optimizer": its_optimizer, "scaler": scaler, "epoch": 0}
     # The URL of the run names its newest checkpoint.
     assert again.load(tmp_path / "run", target) == {"more": {"a": [1]}}
-    assert (steps.done, target["epoch"]) == (7, 3)
+    assert (scaler.get_scale(), target["epoch"]) == (7, 3)
     assert torch.equal(other.weight, model.weight)
     with pytest.raises(BucketpointError, match="no 'unknown'"):
         again.load(tmp_path / "run", {"model": other, "unknown": 1})
