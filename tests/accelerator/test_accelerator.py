@@ -19,7 +19,7 @@ from bucketpoint.integrations.accelerate import load_state, save_state, training
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, RetentionPolicy
 from kit.servers import S3Server
-from kit.trainers import block, kill_and_resume, launched, plain, train_example
+from kit.trainers import block, kill_and_resume, plain, run_example, train_example
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
@@ -42,11 +42,9 @@ def test_resumes_after_a_kill_in_a_save_with_fewer_ranks_or_the_same_random_numb
 def test_runs_the_example_as_a_plain_script_without_the_lines_that_the_page_names(
     minio: S3Server, tmp_path: Path
 ) -> None:
-    text = plain(block(PAGE, "python"), block(PAGE, "diff"))
-    program = tmp_path / "plain.py"
-    program.write_text(text.replace("len(loader), 4)", "len(loader), int(os.environ['EPOCHS']))"))
-    for epochs in ("1", "2"):
-        launched(program, [], 1, minio, folder=tmp_path, ACCELERATE_USE_CPU="true", EPOCHS=epochs)
+    for epochs in (1, 2):
+        text = plain(PAGE).replace("len(loader), 4)", f"len(loader), {epochs})")
+        run_example(text, 1, minio, tmp_path, ACCELERATE_USE_CPU="true")
     assert len(list((tmp_path / "run-7").iterdir())) == 8
 
 

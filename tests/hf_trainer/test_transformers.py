@@ -16,7 +16,7 @@ from bucketpoint.integrations.transformers import BucketTrainerMixin
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, RetentionPolicy, Save, SaveEvery
 from kit.servers import S3Server
-from kit.trainers import block, kill_and_resume, launched, plain, train_example
+from kit.trainers import block, kill_and_resume, plain, run_example, train_example
 
 PROGRAM = Path(__file__).with_name("trainer.py")
 
@@ -286,10 +286,8 @@ def test_requires_the_mixin_before_the_trainer() -> None:
 
 
 def test_changes_at_most_five_lines_of_a_plain_script(minio: S3Server, tmp_path: Path) -> None:
-    program = tmp_path / "plain.py"
-    text = plain(block(PAGE, "python"), block(PAGE, "diff"))
-    program.write_text(text.replace("num_train_epochs=3", "max_steps=10"))
-    launched(program, [], 1, minio, folder=tmp_path, ACCELERATE_USE_CPU="true")
+    text = plain(PAGE).replace("num_train_epochs=3", "max_steps=10")
+    run_example(text, 1, minio, tmp_path, ACCELERATE_USE_CPU="true")
     assert (tmp_path / "logs" / "checkpoint-10").is_dir()
 
 

@@ -62,10 +62,15 @@ def train(program: Path, root: str, report: Path, *more: str, world: int, server
     return json.loads(report.read_text())
 
 
-def train_example(text: str, newest: str, world: int, server: S3Server, folder: Path, **env: str) -> None:
-    """Run an example of a page on so many ranks. The newest checkpoint of its run is then the one at a URL."""
+def run_example(text: str, world: int, server: S3Server, folder: Path, **env: str) -> None:
+    """Run a program of a page, given as its text, on so many ranks in a folder."""
     (folder / "train.py").write_text(text)
     launched(folder / "train.py", [], world, server, folder=folder, **env)
+
+
+def train_example(text: str, newest: str, world: int, server: S3Server, folder: Path, **env: str) -> None:
+    """Run a program of a page. The newest checkpoint of its run is then the one at a URL."""
+    run_example(text, world, server, folder, **env)
     run = newest.rpartition("/")[0]
     assert bucketpoint.latest_checkpoint(run, storage_options=server.options) == newest
 
@@ -141,11 +146,11 @@ def block(page: str, language: str, number: int = 0) -> str:
     return text.split(f"```{language}\n")[number + 1].split("```")[0]
 
 
-def plain(text: str, diff: str) -> str:
-    """Return an example without the lines that its diff adds, five at most, and with those that it takes away."""
-    text = re.sub(r"  # .*", "", text)
+def plain(page: str, number: int = 0) -> str:
+    """Return an example of a page without the lines that its diff adds, five at most, and with those it removes."""
+    text = re.sub(r"  # .*", "", block(page, "python", number))
     before, added = "", 0
-    for line in diff.splitlines(keepends=True):
+    for line in block(page, "diff", number).splitlines(keepends=True):
         if line.startswith("-"):
             before += line[1:]
             continue

@@ -13,7 +13,7 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from bucketpoint import BucketpointError
 from bucketpoint.integrations.lightning import bucket_strategy
 from kit.servers import S3Server
-from kit.trainers import block, kill_and_resume, launched, plain, train_example
+from kit.trainers import block, kill_and_resume, plain, run_example, train_example
 
 PAGE = "lightning.md"
 
@@ -39,10 +39,8 @@ def test_commits_the_last_save_of_the_example_as_it_ends_and_resumes(minio: S3Se
 
 
 def test_trains_the_example_with_fabric_alone_without_the_lines_of_the_page(minio: S3Server, tmp_path: Path) -> None:
-    text = plain(block(PAGE, "python", 1), block(PAGE, "diff", 1)).replace("devices=2", "devices=1")
-    program = tmp_path / "train.py"
-    program.write_text(text.replace('"run-8"', repr(str(tmp_path / "run-8"))).replace("loader), 4", "loader), 1"))
-    launched(program, [], 1, minio)
+    text = plain(PAGE, 1).replace("devices=2", "devices=1").replace("loader), 4", "loader), 1")
+    run_example(text, 1, minio, tmp_path)
     assert len(list((tmp_path / "run-8").iterdir())) == 3
 
 

@@ -20,7 +20,7 @@ from bucketpoint import BucketpointError
 from bucketpoint.convert import export_safetensors
 from bucketpoint.integrations.lightning import BucketCheckpoint, BucketCheckpointIO, bucket_strategy
 from kit.servers import S3Server
-from kit.trainers import block, kill_and_resume, launched, plain, train, train_example
+from kit.trainers import block, kill_and_resume, plain, run_example, train, train_example
 from lit.test_resume import policy, trainer_of
 
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -159,8 +159,6 @@ def test_trains_and_resumes_with_the_example_of_the_page(minio: S3Server, tmp_pa
 
 
 def test_trains_the_example_with_lightning_alone_without_the_lines_of_the_page(minio: S3Server, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    text = plain(block(PAGE, "python"), block(PAGE, "diff"))
-    program.write_text(text.replace("max_epochs=4", "max_epochs=1").replace("devices=2", "devices=1"))
-    launched(program, [], 1, minio, folder=tmp_path)
+    text = plain(PAGE).replace("max_epochs=4", "max_epochs=1").replace("devices=2", "devices=1")
+    run_example(text, 1, minio, tmp_path)
     assert (tmp_path / "lightning_logs").is_dir()
