@@ -38,9 +38,7 @@ def environment(server: S3Server, env: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **server.env, "OMP_NUM_THREADS": "1", **env}
 
 
-def launched(
-    program: Path, arguments: list[str], world: int, server: S3Server, *, folder: Path | None = None, **env: str
-) -> None:
+def launched(program: Path, arguments: list[str], world: int, server: S3Server, folder: Path | None, **env: str) -> None:
     """Run a program on so many ranks, in a working directory."""
     ran = subprocess.run(
         command(program, arguments, world),
@@ -58,14 +56,14 @@ def launched(
 
 def train(program: Path, root: str, report: Path, *more: str, world: int, server: S3Server, **env: str) -> Any:
     """Train on so many ranks, in the run at a URL. Return what rank 0 saw, which the program leaves in a file."""
-    launched(program, [root, str(report), *more], world, server, folder=None, **env)
+    launched(program, [root, str(report), *more], world, server, None, **env)
     return json.loads(report.read_text())
 
 
 def run_example(text: str, world: int, server: S3Server, folder: Path, **env: str) -> None:
     """Run a program of a page, given as its text, on so many ranks in a folder."""
     (folder / "train.py").write_text(text)
-    launched(folder / "train.py", [], world, server, folder=folder, **env)
+    launched(folder / "train.py", [], world, server, folder, **env)
 
 
 def train_example(text: str, newest: str, world: int, server: S3Server, folder: Path, **env: str) -> None:
