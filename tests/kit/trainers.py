@@ -38,7 +38,9 @@ def environment(server: S3Server, env: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **server.env, "OMP_NUM_THREADS": "1", **env}
 
 
-def launched(program: Path, arguments: list[str], world: int, server: S3Server, folder: Path | None, **env: str) -> None:
+def launched(
+    program: Path, arguments: list[str], world: int, server: S3Server, folder: Path | None, **env: str
+) -> None:
     """Run a program on so many ranks, in a working directory."""
     ran = subprocess.run(
         command(program, arguments, world),
