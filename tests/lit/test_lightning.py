@@ -1,4 +1,4 @@
-"""Lightning's trainers on URLs: killed in a save and resumed on other ranks, they see each sample once."""
+"""Lightning's trainers and Fabric on URLs: killed in a save and resumed on other ranks, they see each sample once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.fabric import strategies as of_fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -25,16 +26,25 @@ from lit.test_resume import policy, trainer_of
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
+LOOP = Path(__file__).with_name("fabric_trainer.py")
+
 PAGE = "lightning.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
-def test_resumes_with_fewer_ranks_after_a_kill_in_an_upload(kind: str, minio: S3Server, tmp_path: Path) -> None:
-    # Nine steps are an epoch.
-    parts = {"model.net.0.weight": 1 if kind == "ddp" else 4}
-    kill_and_resume(TRAINER, kind, server=minio, folder=tmp_path, good=9, parts=parts)
+# Nine steps are an epoch of the trainer, which saves then; the loop saves every six.
+@pytest.mark.parametrize(
+    ("program", "weight", "good"),
+    [(TRAINER, "model.net.0.weight", 9), (LOOP, "model.0.weight", 12)],
+    ids=["trainer", "fabric"],
+)
+def test_resumes_with_fewer_ranks_after_a_kill_in_an_upload(
+    program: Path, weight: str, good: int, kind: str, minio: S3Server, tmp_path: Path
+) -> None:
+    parts = {weight: 1 if kind == "ddp" else 4}
+    kill_and_resume(program, kind, server=minio, folder=tmp_path, good=good, parts=parts)
 
 
 @pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp"), ("fsdp", "fsdp2")])
@@ -162,3 +172,61 @@ def test_trains_the_example_with_lightning_alone_without_the_lines_of_the_page(m
     text = plain(PAGE).replace("max_epochs=4", "max_epochs=1").replace("devices=2", "devices=1")
     run_example(text, 1, minio, tmp_path)
     assert (tmp_path / "lightning_logs").is_dir()
+
+
+# -- Fabric ------------------------------------------------------------------------------------------------------------
+
+
+def test_commits_the_last_save_of_the_example_as_it_ends_and_resumes(minio: S3Server, tmp_path: Path) -> None:
+    root = f"s3://{minio.make_bucket()}/run-8"
+    text = block(PAGE, "python", 1).replace("s3://bucket/run-8", root)
+    for epochs, world, last in ((2, 2, 30), (2, 1, 60)):
+        now = text.replace("loader), 4", f"loader), {epochs}").replace("devices=2", f"devices={world}")
+        train_example(now, f"{root}/step-{last}", world, minio, tmp_path)
+
+
+def test_trains_the_example_with_fabric_alone_without_the_lines_of_the_page(minio: S3Server, tmp_path: Path) -> None:
+    text = plain(PAGE, 1).replace("devices=2", "devices=1").replace("loader), 4", "loader), 1")
+    run_example(text, 1, minio, tmp_path)
+    assert len(list((tmp_path / "run-8").iterdir())) == 3
+
+
+def fabric_of() -> tuple[Any, Any, Any]:
+    strategy = bucket_strategy(of_fabric.SingleDeviceStrategy, device="cpu")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    model = torch.nn.Linear(3, 3)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    return fabric, model, optimizer
+
+
+def test_restores_values_of_the_program_and_returns_those_not_asked_for(tmp_path: Path) -> None:
+    fabric, model, optimizer = fabric_of()
+    saved, scaler = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (7.0, 3.0))
+    state = {"model": model, "optimizer": optimizer, "scaler": saved, "epoch": 3, "more": {"a": [1]}}
+    fabric.save(tmp_path / "run" / "step-7", state, filter={"more": lambda name, _: name == "a"})
+    fabric.strategy.wait()
+    again, other, its_optimizer = fabric_of()
+    target = {"model": other, "optimizer": its_optimizer, "scaler": scaler, "epoch": 0}
+    # The URL of the run names its newest checkpoint.
+    assert again.load(tmp_path / "run", target) == {"more": {"a": [1]}}
+    assert (scaler.get_scale(), target["epoch"]) == (7, 3)
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(BucketpointError, match="no 'unknown'"):
+        again.load(tmp_path / "run", {"model": other, "unknown": 1})
+    assert "more" in again.load(tmp_path / "run", {"model": other, "unknown": 1}, strict=False)
+
+
+def test_refuses_states_with_a_kept_name_without_a_model_and_without_objects(tmp_path: Path) -> None:
+    fabric, model, optimizer = fabric_of()
+    with pytest.raises(BucketpointError, match="together with its model"):
+        fabric.save(tmp_path / "one", {"optimizer": optimizer})
+    with pytest.raises(BucketpointError, match="my_fabric"):
+        fabric.save(tmp_path / "one", {"fabric": model})
+    fabric.save(tmp_path / "one", {"model": model})
+    fabric.strategy.wait()
+    with pytest.raises(BucketpointError, match="my_fabric"):
+        fabric.load(tmp_path / "one", {"model": model, "fabric": 1})
+    with pytest.raises(BucketpointError, match="objects to load into"):
+        fabric.load(tmp_path / "one")
