@@ -15,9 +15,9 @@ import ray.train.torch
 import torch
 
 import bucketpoint
-from bucketpoint import BucketpointError
+from bucketpoint import BucketpointError, MismatchError
 from bucketpoint.dcp.planning.rank_state import rank_state
-from bucketpoint.integrations.ray import checkpoint_url, report, restore
+from bucketpoint.integrations.ray import _load_plain, _noted_empty_dicts, checkpoint_url, report, restore
 from kit.servers import S3Server
 from kit.trainers import assert_same_steps, block
 from ray_train import trainer
@@ -245,3 +245,26 @@ def test_names_a_filesystem_without_a_url() -> None:
     assert checkpoint_url(ray.train.Checkpoint("/run/c", wrapped)) == "memory:///run/c"
     with pytest.raises(BucketpointError, match=r"'mock' has no URL.*storage_path"):
         checkpoint_url(ray.train.Checkpoint("run/c", pyarrow.fs._MockFileSystem()))
+
+
+@pytest.mark.parametrize(
+    "expected", [{"val": {}}, {"train": {"1": 0.5}, "val": {}}, {"a": {2: {"b": {}}}, "c": []}, {}]
+)
+@pytest.mark.parametrize("here", [{}, {"val": {}}, {"train": {"1": 0.0}, "val": {"1": 0.0}}])
+def test_restores_empty_dicts_whatever_the_state_has_before(expected: Any, here: Any, tmp_path: Path) -> None:
+    state = {"losses": expected, "loss": 1.0}
+    bucketpoint.save({**state, **_noted_empty_dicts(state)}, tmp_path)
+    assert _load_plain({"losses": here, "loss": None}, str(tmp_path), None) == state
+
+
+def test_restores_a_checkpoint_without_a_note_of_empty_dicts(tmp_path: Path) -> None:
+    bucketpoint.save({"losses": {"train": {"1": 0.5}, "val": {}}, "never": {"val": {}}}, tmp_path)
+    here: dict[str, Any] = {"losses": {}, "never": {"val": {}}}
+    expected = {"losses": {"train": {"1": 0.5}}, "never": {"val": {}}}
+    assert _load_plain(here, str(tmp_path), None) == expected
+    with pytest.raises(MismatchError, match="missing"):
+        _load_plain({"missing": None}, str(tmp_path), None)
+
+
+def test_saves_a_state_without_empty_dicts_as_it_is() -> None:
+    assert _noted_empty_dicts({"losses": {"train": {"1": 0.5}}, "history": [], "epoch": 0}) == {}
