@@ -24,10 +24,9 @@ from gcs_server import GCSServer
 from gcs_xml import with_multipart
 from kit import FaultProxy, servers
 from kit.plugin import MakeProxy
-from kit.servers import S3Server
+from kit.servers import REGION, S3Server
 from services import Service, proxy_before
 from tiers import mark_broad, servers_later
-from versitygw_server import versitygw as running_versitygw
 
 _FRAMEWORKS = {
     "accelerator": ("accelerate",),
@@ -185,8 +184,20 @@ def minio_tls(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def versitygw() -> Iterator[S3Server]:
-    with running_versitygw(_binary(get_versitygw, NO_VERSITYGW)) as server:
-        yield server
+    """A server on a temporary folder. It keeps what it knows of objects beside them, as few filesystems keep xattrs."""
+    binary, key, secret = _binary(get_versitygw, NO_VERSITYGW), "bucketpoint", os.urandom(16).hex()
+
+    def command(scratch: Path, port: int) -> list[str]:
+        for name in ("data", "sidecar"):
+            (scratch / name).mkdir()
+        address = f"127.0.0.1:{port}"
+        return [
+            *(str(binary), "--access", key, "--secret", secret, "--region", REGION, "--port", address, "--quiet"),
+            *("posix", "--sidecar", str(scratch / "sidecar"), str(scratch / "data")),
+        ]
+
+    with servers._running(command, {}) as (_, port, pid):
+        yield S3Server("versitygw", f"http://127.0.0.1:{port}", key, secret, pid=pid)
 
 
 @pytest.fixture(scope="session")
