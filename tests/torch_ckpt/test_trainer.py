@@ -24,7 +24,7 @@ def test_resumes_with_fewer_ranks_after_a_kill_in_a_save(minio: S3Server, tmp_pa
     assert whole["from"] == 0
     assert [step for step, _, _ in whole["seen"]] == list(range(1, 37))
     root = f"s3://{bucket}/run"
-    with pytest.raises(AssertionError, match="Signal 9|SIGKILL"):
+    with pytest.raises(AssertionError, match=r"Signal 9|SIGKILL"):
         train(TRAINER, root, tmp_path / "killed", "sync", "18", world=4, server=minio)
     assert not (tmp_path / "killed").exists()
     files = storage(root, minio)
