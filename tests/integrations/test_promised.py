@@ -167,7 +167,7 @@ def test_reads_slices_as_loaders_make_them_in_one_load_of_their_boxes() -> None:
         for at, part in ((0, q), (2, k), (4, v)):
             fused.data.narrow(0, at, 2).copy_(part.narrow(0, 2, 2))
         rows.data.copy_(memory["out"].narrow(1, 6, 6))
-        torch.nn.Parameter(norm).data[:] = memory["norm"].to("cpu", copy=True).contiguous()
+        torch.nn.Parameter(norm).data[:] = memory["norm"].to("cpu").contiguous()
         scale.data[0] = memory["scale"]
         padded[:10].data.copy_(memory["embed"])
         assert not memory.loads
