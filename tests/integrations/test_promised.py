@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bucketpoint.integrations.boxes import SavedBox
-from bucketpoint.integrations.promised import Promises
+from bucketpoint.integrations.promised import Promised, Promises
 
 
 class Memory:
@@ -221,6 +221,19 @@ def test_reads_a_tensor_at_once_for_an_operation_that_is_no_view() -> None:
         assert type(third.data) is torch.Tensor
     assert other.tolist() == [1, 20, 30, 40]
     assert parameter.tolist() == third.tolist() == [9, 10, 11, 12]
+
+
+def test_copies_to_a_device_are_promises_that_later_writes_do_not_reach() -> None:
+    memory, before, after = Memory(w=counting(2, 2)), torch.zeros(2, 2), torch.zeros(2, 2)
+    with memory.promises.noting():
+        there = memory["w"].to("cpu", copy=True)
+        assert isinstance(there, Promised)
+        duplicate = there.clone()
+        there.add_(1)
+        before.copy_(duplicate)
+        after.copy_(there)
+    assert torch.equal(before, memory.saved["w"])
+    assert torch.equal(after, memory.saved["w"] + 1)
 
 
 def test_keeps_the_later_of_two_copies_into_one_memory() -> None:

@@ -218,6 +218,14 @@ def test_restores_values_of_the_program_and_returns_those_not_asked_for(tmp_path
     assert "more" in again.load(tmp_path / "run", {"model": other, "unknown": 1}, strict=False)
 
 
+def test_raises_a_failed_save_in_the_next_one(tmp_path: Path) -> None:
+    fabric, model, _ = fabric_of()
+    (tmp_path / "file").touch()
+    fabric.save(tmp_path / "file" / "one", {"model": model})
+    with pytest.raises(BucketpointError, match="file"):
+        fabric.save(tmp_path / "two", {"model": model})
+
+
 def test_refuses_states_with_a_kept_name_without_a_model_and_without_objects(tmp_path: Path) -> None:
     fabric, model, optimizer = fabric_of()
     with pytest.raises(BucketpointError, match="together with its model"):
