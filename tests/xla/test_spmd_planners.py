@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xla import scenarios
-from xla.hosts import TIMEOUT_S, Host
+from xla.hosts import Host
 from xla.scenarios import Group, Layout
 
 # The first use of a host waits until it has imported torch_xla.
@@ -93,8 +93,10 @@ def test_saves_and_loads_on_two_hosts_that_hold_the_same_shards(
     four: Host, other_four: Host, url: str, tmp_path: Path
 ) -> None:
     hosts = (four, other_four)
-    saves = [host.start(scenarios.save, url, ROWS_OF_4, (f"{tmp_path}/a", rank, 2)) for rank, host in enumerate(hosts)]
-    for save in saves:
-        save.result(TIMEOUT_S)
-    loads = [host.start(scenarios.load, url, GRID_OF_4, (f"{tmp_path}/b", rank, 2)) for rank, host in enumerate(hosts)]
-    assert [load.result(TIMEOUT_S)["even"] for load in loads] == [8, 8]
+    for rank, host in enumerate(hosts):
+        host.start(scenarios.save, url, ROWS_OF_4, (f"{tmp_path}/a", rank, 2))
+    for host in hosts:
+        host.result()
+    for rank, host in enumerate(hosts):
+        host.start(scenarios.load, url, GRID_OF_4, (f"{tmp_path}/b", rank, 2))
+    assert [host.result()["even"] for host in hosts] == [8, 8]
