@@ -107,7 +107,7 @@ def test_loads_an_optimizer_without_a_step_as_a_new_one(tmp_path: Path) -> None:
     assert_same(first, second)
 
 
-def test_refuses_an_optimizer_of_another_model_and_checkpoints_with_more_or_less(tmp_path: Path) -> None:
+def test_refuses_an_optimizer_of_another_model_and_checkpoints_with_more_or_none(tmp_path: Path) -> None:
     state = made(0)
     with pytest.raises(BucketpointError, match="No single model"):
         with_parts({**state, "model": Experts(1)}, "")

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import botocore.exceptions
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from fsspec.implementations.memory import MemoryFileSystem
 
-import bucketpoint
 from bucketpoint.errors import (
     DAMAGE,
     AccessDeniedError,
@@ -32,8 +26,6 @@ from bucketpoint.errors import (
     UploadNotFoundError,
     WrongRegionError,
 )
-from bucketpoint.manager import CheckpointManager
-from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import retry
 from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.gcs.errors import failure_of
@@ -318,64 +310,3 @@ def test_raises_one_error_without_a_secret_after_as_many_requests_as_it_calls_fo
 def test_names_the_region_of_a_bucket_as_far_as_the_store_does(reply: Answer, remedy: str) -> None:
     with scripted(lambda request, number: reply) as server, pytest.raises(WrongRegionError, match=remedy):
         ENGINES["s3"].at(server).get("run/step-1/.metadata")
-
-
-class Azure(MemoryFileSystem):  # type: ignore[misc]
-    """fsspec's memory filesystem, whose `refused` objects answer as Azure does."""
-
-    cachable = False
-    refused: tuple[str, int, str] | None = None
-
-    def _check(self, path: str) -> None:
-        if Azure.refused and Azure.refused[0] in path:
-            raise AzureFailure(*Azure.refused[1:])
-
-    def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
-        self._check(path)
-        return super().cat_file(path, *args, **options)
-
-    def cat_ranges(self, paths: list[str], *args: Any, **options: Any) -> Any:
-        for path in paths:
-            self._check(path)
-        return super().cat_ranges(paths, *args, **options)
-
-    def pipe_file(self, path: str, *args: Any, **options: Any) -> Any:
-        if path.endswith(".metadata"):
-            self._check(path)
-        return super().pipe_file(path, *args, **options)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Azure, "refused", None)
-    monkeypatch.setattr(MemoryFileSystem, "store", {})
-
-
-@pytest.mark.parametrize(("what", "code"), [("step-3/data", "BlobArchived"), ("step-3/.metadata", "NotYetKnown")])
-def test_keeps_a_checkpoint_that_cannot_be_read_for_now(what: str, code: str, tmp_path: Path) -> None:
-    root = f"memory://answers/{tmp_path.name}"
-    policy = RetentionPolicy(root=root, keep=Keep(latest=10), prune=Prune(grace=timedelta(0)))
-    with CheckpointManager(policy=policy, fs=Azure()) as manager:
-        for step in (2, 3):
-            manager.save(step, {"w": torch.full((4,), float(step))})
-            manager.wait()
-    Azure.refused = (what, 404, code)
-    with CheckpointManager(policy=policy, fs=Azure()) as manager:
-        with pytest.raises(StoreError) as caught:
-            manager.restore({"w": torch.zeros(4)})
-        assert not isinstance(caught.value, DAMAGE)
-        manager.save(4, {"w": torch.zeros(4)})
-        manager.wait()
-        manager.prune()
-    Azure.refused = None
-    with CheckpointManager(policy=policy, fs=Azure()) as manager:
-        assert manager.steps() == [2, 3, 4]
-
-
-def test_names_a_lease_at_the_commit_and_no_other_job(tmp_path: Path) -> None:
-    url = f"memory://answers/{tmp_path.name}/step-1"
-    writer = bucketpoint.BucketWriter(fs=Azure())
-    dcp.save({"w": torch.ones(4)}, checkpoint_id=url, storage_writer=writer, no_dist=True)
-    Azure.refused = (".metadata", 412, "LeaseIdMissing")
-    with pytest.raises(dcp.CheckpointException, match="lease break"):
-        dcp.save({"w": torch.ones(4)}, checkpoint_id=url, storage_writer=writer, no_dist=True)

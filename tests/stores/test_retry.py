@@ -193,15 +193,6 @@ def fail_with_a_body(attempts: int) -> tuple[StoreError, weakref.ref[Body]]:
     raise AssertionError
 
 
-def test_keeps_no_body_alive_by_the_first_error() -> None:
-    last, body = fail_with_a_body(2)
-    first = last.__cause__ or last
-    del last
-    gc.collect()
-    assert first is not None
-    assert body() is None
-
-
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_frees_the_body_at_once_after_an_error_that_was_handled(attempts: int) -> None:
     gc.disable()

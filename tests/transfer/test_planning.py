@@ -9,20 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.stores import Capabilities
+from bucketpoint.stores.http_store import CAPABILITIES as S3
 from bucketpoint.transfer import BufferPool, Extent, TransferOptions, plan_requests
 from bucketpoint.transfer.pieces import common_part_bytes, plan_parts
 
 MIB = 1 << 20
-S3 = Capabilities(
-    conditional_put=True,
-    checksums=True,
-    multipart=True,
-    pinned_reads=True,
-    min_part_bytes=5 * MIB,
-    max_part_bytes=5 << 30,
-    max_parts=10_000,
-)
 
 
 @given(nbytes=st.integers(1, 48 << 40), part=st.integers(1, 1 << 30))
