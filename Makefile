@@ -239,6 +239,10 @@ soak: $(VENV)/$(STAMP) minio ## 300 saves and 60 restores while requests fail, w
 simulate: $(VENV)/$(STAMP) ## thousands of ranks and a million items, simulated; ARGS=--quick for a few of them
 	@$(BIN)/python -W ignore sim/run.py $(ARGS)
 
+.PHONY: guards
+guards: $(VENV)/$(STAMP) minio fake-gcs ## each guard of tests/guards.yaml switched off: a test has to fail; ARGS=stores/ for some
+	@MINIO=$(MINIO) FAKE_GCS=$(FAKE_GCS) $(BIN)/python tools/try_guards.py $(ARGS)
+
 .PHONY: simulate-races
 simulate-races: $(VENV)/$(STAMP) ## many actors on one bucket in memory, by seed; ARGS="--seeds 100000", or "--seed 7 --family mixture" for one
 	@$(BIN)/python -W ignore -m tests.simulation.simulate $(ARGS)

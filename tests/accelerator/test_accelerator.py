@@ -133,3 +133,11 @@ def test_refuses_formats_of_other_trainers(kind: DistributedType, monkeypatch: p
     monkeypatch.setattr(type(accelerator), "distributed_type", kind)
     with pytest.raises(BucketpointError, match=r"accelerator\.save_state"):
         training_state(accelerator).to_save()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_names_an_optimizer_of_no_prepared_model() -> None:
+    accelerator, *_ = prepared()
+    accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
+    with pytest.raises(BucketpointError, match="one model"):
+        training_state(accelerator).to_save()

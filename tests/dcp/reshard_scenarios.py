@@ -86,7 +86,7 @@ def load_model(rank: int, world: int, url: str, kind: str, ranks: int) -> None:
 
 
 def fsdp1_with_fewer_rows_than_ranks(rank: int, world: int, url: str) -> None:
-    """A bias of one row lies on one rank. A value of another rank's own comes with it, as the state of a trainer."""
+    """One layer lies on all ranks, and one of one row on one rank; beside them is a value, as a trainer's state is."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -94,7 +94,8 @@ def fsdp1_with_fewer_rows_than_ranks(rank: int, world: int, url: str) -> None:
         def __init__(self, seed: int) -> None:
             torch.manual_seed(seed)
             # torch refuses to look for a device where there is no accelerator.
-            self.module = FullyShardedDataParallel(torch.nn.Linear(3, 1), device_id=torch.device("cpu"))
+            layers = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 1))
+            self.module = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
 
         def state_dict(self) -> dict[str, Any]:
             return dict(get_model_state_dict(self.module))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,26 @@ def leaves_during_its_last_save(rank: int, world: int, root: str) -> list[str]:
     assert meshes.mesh_of(None) is None
     bp.save({"w": torch.ones(8)}, f"{root}-other/b")
     assert bp.load(f"{root}-other/b")["w"].tolist() == [1.0] * 8
+    return said
+
+
+def leaves_during_an_upload(rank: int, world: int, root: str) -> str:
+    """Destroy all groups once every rank has its plan and has sent nothing; how that save ends."""
+    planned, left = threading.Event(), threading.Event()
+
+    class Waiting(bp.BucketWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            planned.set()
+            assert left.wait(120)
+            return super().write_data(plan, planner)
+
+    handle = bp.async_save({"w": torch.ones(8)}, checkpoint_id=root, storage_writer=Waiting())
+    assert planned.wait(120)
+    dist.barrier()
+    dist.destroy_process_group()
+    left.set()
+    said = type(handle.exception(120)).__name__
+    dist.init_process_group("gloo", store=dist.FileStore(f"{root}-store", world), rank=rank, world_size=world)
     return said
 
 
@@ -139,6 +160,12 @@ def test_keeps_the_checkpoint_before_a_save_whose_ranks_leave_and_come_again(two
     answers = two_ranks.run(leaves_during_its_last_save, str(tmp_path / "run"))
     assert answers == [[*["RanksDisagreeError"] * 3, "None", *["RanksDisagreeError"] * 2]] * 2
     assert sorted(path.parent.name for path in (tmp_path / "run").glob("*/.metadata")) == ["step-1"]
+
+
+def test_commits_nothing_by_ranks_that_leave_during_the_upload(two_ranks: Ranks, tmp_path: Path) -> None:
+    answers = two_ranks.run(leaves_during_an_upload, str(tmp_path / "step-1"))
+    assert answers == ["RanksDisagreeError"] * 2
+    assert not (tmp_path / "step-1" / ".metadata").exists()
 
 
 # -- checkpoints that hold a part of their tensors --------------------------------------------------------------------

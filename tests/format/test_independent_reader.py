@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import bucketpoint
 from bucketpoint import BucketWriter, SavePlanner
 from bucketpoint.errors import NewerFormatError
-from bucketpoint.format.index.int_columns import Decoder, Segments, encode, encode_segments
+from bucketpoint.format.index.int_columns import Decoder, Segments, encode, encode_segments, narrow
 from bucketpoint.format.index.ref import find_ref
 from bucketpoint.format.item_info import read_item
 from bucketpoint.format.metadata import facts
@@ -177,6 +177,7 @@ progressions = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.contract
 @given(parts=st.lists(st.one_of(progressions, st.lists(numbers, max_size=5)), max_size=6))
 def test_reads_any_columns_of_an_index_by_both_readers(parts: list[list[int]]) -> None:
     every, counts = (
@@ -185,6 +186,7 @@ def test_reads_any_columns_of_an_index_by_both_readers(parts: list[list[int]]) -
     )
     assert column(io.BytesIO(encode(every)), len(every)).tolist() == every.tolist()
     assert Decoder(encode(every)).column(len(every)).tolist() == every.tolist()
+    assert narrow(every).tolist() == every.tolist()
     stored = io.BytesIO(encode_segments(every, Segments.of(counts)))
     assert segmented(stored, counts.numpy()).tolist() == every.tolist()
     assert not stored.read()

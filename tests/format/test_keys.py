@@ -83,6 +83,7 @@ def test_refuses_a_group_that_would_break_the_path(group: str) -> None:
         "data/..",
         "a\\b",
         "a\0b",
+        "a\nb",
         "s3://other/x",
         "C:x",
         "a\ud800",

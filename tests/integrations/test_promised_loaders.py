@@ -281,6 +281,7 @@ def test_refuses_what_torch_refuses_and_to_give_memory_of_unread_tensors() -> No
         assert not memory.loads
         with pytest.raises(RuntimeError, match="single memory location"):
             torch.zeros(1).expand(3).copy_(memory["a"])
+    assert memory.keys == [["a"], []]
 
 
 @pytest.mark.parametrize("pooled", [False, True])

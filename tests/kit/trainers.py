@@ -23,7 +23,7 @@ PAGES = Path(__file__).parents[2] / "docs"
 
 NOTES_ITS_GROUP = """
 import os, pathlib
-if "LOCAL_RANK" in os.environ:
+if "LOCAL_RANK" in os.environ and os.getpgrp() == os.getpid():
     pathlib.Path(__file__).with_name(f"{os.getpgrp()}.group").touch()
 """
 """What Python runs as it starts: each rank, which torchrun makes the first of a group, leaves a file."""

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.errors import BucketpointError
+from bucketpoint.format import keys
 from bucketpoint.location import Location
 from bucketpoint.stores import open_store
 
@@ -77,7 +78,7 @@ def clean_failures(url: str, options: dict[str, Any], writer: Any, reader: Any, 
         lambda: dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True),
         lambda: dcp.load({"w": torch.ones(2)}, checkpoint_id=url, storage_reader=reader, no_dist=True),
         lambda: open_checkpoint(Location.of(url, options)),
-        lambda: store.get(f"{prefix}/.metadata"),
+        lambda: store.get(keys.join(prefix, keys.METADATA)),
     ):
         with pytest.raises((dcp.CheckpointException, BucketpointError)) as caught:
             call()

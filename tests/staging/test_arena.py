@@ -132,6 +132,7 @@ def test_registers_an_arena_once_in_prefault_over_any_number_of_saves(
 ) -> None:
     stager = Stager(StagingOptions(use_shared_memory=shared))
     stager.prefault({"w": torch.ones(1000)})
+    assert len(driver.registered) == 1
     for step in range(5):
         copied = finished(stager.stage({"w": torch.full((1000,), float(step))}))
         address = memory_of(copied)

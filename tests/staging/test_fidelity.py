@@ -156,6 +156,7 @@ def test_keeps_parameters_and_the_gradient_flag_without_the_graph() -> None:
     kinds = [torch.nn.Parameter] * 3 + [Loaded] * 2 + [torch.Tensor] * 3
     assert [type(tensor) for tensor in copied.values()] == kinds
     assert [name for name in copied if not copied[name].requires_grad] == ["frozen", "own frozen"]
+    assert copied["c"].stride() == source.stride()
     assert all(tensor.is_leaf for tensor in copied.values())
 
 

@@ -327,6 +327,22 @@ def test_saves_by_different_stagers_in_the_order_of_staging() -> None:
         upload.finish()
 
 
+def test_waits_in_a_plain_save_for_what_the_same_thread_has_staged() -> None:
+    go_on = threading.Event()
+    uploads: list[Upload] = []
+
+    def trains() -> None:
+        uploads.append(uploading(finished(Stager().stage(state(1)))))
+        go_on.set()
+        take_turn("a plain save")
+
+    training = Beside(trains)
+    assert go_on.wait(60)
+    assert training.is_blocked()
+    uploads[0].finish()
+    training.outcome.result(60)
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["after the last is staged", "before"])
 def test_holds_the_order_when_the_save_between_two_is_dropped(before: bool) -> None:
     staged = [finished(Stager().stage(state(step))) for step in (1, 2)]

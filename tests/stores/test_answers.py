@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import botocore.exceptions
 import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from bucketpoint.errors import (
     DAMAGE,
@@ -26,6 +30,8 @@ from bucketpoint.errors import (
     UploadNotFoundError,
     WrongRegionError,
 )
+from bucketpoint.manager import CheckpointManager
+from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import retry
 from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.gcs.errors import failure_of
@@ -310,3 +316,39 @@ def test_raises_one_error_without_a_secret_after_as_many_requests_as_it_calls_fo
 def test_names_the_region_of_a_bucket_as_far_as_the_store_does(reply: Answer, remedy: str) -> None:
     with scripted(lambda request, number: reply) as server, pytest.raises(WrongRegionError, match=remedy):
         ENGINES["s3"].at(server).get("run/step-1/.metadata")
+
+
+class InArchive(MemoryFileSystem):  # type: ignore[misc]
+    """fsspec's memory filesystem, some of whose objects are in an archive, as Azure says it."""
+
+    cachable = False
+    holds = ""
+
+    def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
+        if InArchive.holds and InArchive.holds in path:
+            raise AzureFailure(409, "BlobArchived")
+        return super().cat_file(path, *args, **options)
+
+
+@pytest.mark.parametrize("what", ["step-3/data", "step-3/.metadata"])
+def test_keeps_a_checkpoint_that_cannot_be_read_for_now(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    policy = RetentionPolicy(
+        root=f"memory://answers/{tmp_path.name}", keep=Keep(latest=10), prune=Prune(grace=timedelta(0))
+    )
+    with CheckpointManager(policy=policy, fs=InArchive()) as manager:
+        for step in (2, 3):
+            manager.save(step, {"w": torch.full((4,), float(step))})
+            manager.wait()
+    with monkeypatch.context() as patch, CheckpointManager(policy=policy, fs=InArchive()) as manager:
+        patch.setattr(InArchive, "holds", what)
+        with pytest.raises(StoreError) as caught:
+            manager.restore({"w": torch.zeros(4)})
+        assert not isinstance(caught.value, DAMAGE)
+        manager.save(4, {"w": torch.zeros(4)})
+        manager.wait()
+        manager.prune()
+    with CheckpointManager(policy=policy, fs=InArchive()) as manager:
+        assert manager.steps() == [2, 3, 4]

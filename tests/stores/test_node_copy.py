@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -225,21 +224,25 @@ def test_logs_one_line_and_goes_on_if_any_call_of_the_system_fails(
         everything(path.with_name(f"copy-{fails}"))
 
 
-def test_serves_whole_files_only_after_its_writer_was_killed_at_any_call(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[Path] = []
+def test_serves_whole_files_only_after_its_writer_was_killed_at_any_call(path: Path) -> None:
+    def kill_at(last: int) -> Callable[[int], None]:
+        def kill(number: int) -> None:
+            if number == last:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    def keep(number: int) -> None:
-        # What a process leaves that is killed now.
-        if path.exists():
-            left.append(shutil.copytree(path, path.with_name(f"copy-{number}")))
+        return kill
 
-    with monkeypatch.context() as patched:
-        patched.setattr(node_copy, "os", Watched(keep, [*CHANGES, "listdir"]))
-        everything(path)
-    assert len(left) > 15
-    for where in left:
+    for kills in range(200):
+        where = path.with_name(f"copy-{kills}")
+        child = os.fork()
+        if not child:
+            node_copy.os = Watched(kill_at(kills + 1), [*CHANGES, "listdir"])  # type: ignore[assignment]
+            try:
+                everything(where)
+            finally:
+                os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            break
         folder = NodeFolder(str(where), SMALL)
         assert held(folder, 0, SIZE, of(1)) in (0, SIZE)
         assert held(folder, 5, SIZE + 5, of(2)) in (0, SIZE)
@@ -247,6 +250,7 @@ def test_serves_whole_files_only_after_its_writer_was_killed_at_any_call(
         put(folder, 0, SIZE, of(3))
         assert held(folder, 0, SIZE, of(3)) == SIZE
         assert nbytes(where) <= SMALL
+    assert kills > 15
 
 
 @pytest.mark.parametrize("why", ["mode", "link", "file", "owner"])

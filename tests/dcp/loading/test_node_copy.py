@@ -18,7 +18,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 import bucketpoint
 from bucketpoint import BucketReader, BucketWriter, CheckpointManager, LoadPlanner, NodeCopy, TransferOptions
 from bucketpoint.integrations.boxes import BoxReader, SavedBox
-from bucketpoint.stores import node_copy
+from bucketpoint.stores import LocalStore, node_copy
+from bucketpoint.transfer import Block, BufferPool, Extent, Meter, fetch, plan_requests
+from bucketpoint.transfer.checksum import crc32c
 from dcp import scenarios
 from dcp.cooperative.cooperative_scenarios import counted, expected_tensor
 from dcp.ranks import Ranks
@@ -201,11 +203,19 @@ def test_deletes_the_copy_of_a_pruned_checkpoint_at_the_next_look(service: Servi
     assert len(files(copy)) == 2
 
 
-def test_keeps_no_bytes_without_a_checksum(url: str, copy: NodeCopy) -> None:
+def test_keeps_no_bytes_without_a_checksum(url: str, copy: NodeCopy, tmp_path: Path) -> None:
     path = url.removeprefix("file://")
     dcp.save(state(fill=True), storage_writer=FileSystemWriter(path), no_dist=True)
     assert load(url, copy) == load(url, copy)
     assert not files(copy)
+    # That checkpoint names no ETags either.
+    store, content = LocalStore(str(tmp_path / "bucket")), os.urandom(1000)
+    etag = store.put("k", [memoryview(content)]).etag
+    for blocks, kept in (([], 0), ([Block(1000, crc32c(memoryview(content)))], 1)):
+        extents = [Extent("k", 0, 1000, lambda view: None, blocks, etag=etag)]
+        options, meter = transfer(copy), Meter("load", url, 0, None)
+        fetch(store, plan_requests(extents, options), options, pool=BufferPool(1 << 20), meter=meter)
+        assert len(files(copy)) == kept
 
 
 def load_from_a_server(rank: int, world: int, url: str, options: dict[str, Any], copy: NodeCopy) -> tuple[int, int]:

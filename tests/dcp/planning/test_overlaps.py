@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import Shard
 
 import bucketpoint.dcp.planning.local_chunks as overlaps
 from bucketpoint import LoadPlanner, MismatchError
@@ -20,6 +21,7 @@ from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.view import Chunks, Entries, decode_index
 from bucketpoint.format.metadata.codec import extension
 from bucketpoint.format.storage_info import make_storage_info
+from dcp.reshard_job import OnMesh, as_rank, held
 from format.index.test_index import rows, tensors
 from kit.metadata import chunk_of, tensor_entry
 
@@ -115,6 +117,14 @@ def test_plans_as_dcp_does_without_an_object_a_chunk(monkeypatch: pytest.MonkeyP
     assert type(target["a"]) is torch.Tensor
     assert planner.state_dict["a"] is target["a"]
     assert planner.resolve_tensor(items[1]).data_ptr() == target["a"][4:].data_ptr()
+
+
+def test_plans_no_reads_of_a_tensor_whose_mesh_lacks_this_rank() -> None:
+    with as_rank(0, 2):
+        elsewhere, _ = held(OnMesh((1,), (1,), (Shard(0),)), torch.zeros(13, 2), 0, torch.clone)
+        for metadata in two():
+            items = plan(LoadPlanner(), metadata, state(b=elsewhere))
+            assert {item.dest_index.fqn for item in items} == {"a", "c"}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dcp.saving.copied_saves import MIB, STORES, Refusing, Run, Watch, copy_any_
 from dcp.states import assert_loads, varied
 
 LITTLE = 0.03
-"""Share of a state that a save of `lora` may send: what is trained is 0.6 %."""
+"""Share of a state that a save of `lora` may send: what is trained is 0.8 %."""
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from bucketpoint.stores import ObjectInfo, http_body
 from bucketpoint.stores.s3 import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import exchange as s3_exchange
+from bucketpoint.stores.s3 import inspect as s3_inspect
 from bucketpoint.stores.s3 import store as s3_store
 from kit.buffers import views
 from kit.servers import S3Server
@@ -95,6 +98,14 @@ def test_signs_payloads_on_an_open_network_but_not_on_the_loopback_or_over_tls()
     assert sent_with(S3Options(**keys)) == ("UNSIGNED-PAYLOAD", content)
     forced = S3Options(config_kwargs={"s3": {"payload_signing_enabled": True}}, **keys)
     assert sent_with(forced) == (signed, content)
+
+
+def test_signs_payloads_that_a_real_server_accepts(minio: S3Server) -> None:
+    options = S3Options.from_storage_options(minio.options)
+    forced = options.replace(config_kwargs={"s3": {"payload_signing_enabled": True}})
+    store, content = S3Store(minio.make_bucket(), forced), os.urandom(100_000)
+    store.put("k", views(content[:70_000], content[70_000:]))
+    assert store.get("k")[0] == content
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -221,3 +232,13 @@ def test_reads_a_bundle_of_certificates_once_for_all_connections(
         s3_client.clients.get(store.options).api.close()
         assert store.get("k")[0] == b"x"
     assert len(loads) == 1
+
+
+@pytest.mark.parametrize("ahead", [600, -600])
+def test_says_how_far_this_machines_clock_is_ahead_of_the_stores(
+    minio: S3Server, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    monkeypatch.setattr(s3_inspect, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+    found = s3_inspect.clock(S3Store(minio.make_bucket(), S3Options.from_storage_options(minio.options)))
+    assert found is not None
+    assert abs(found.ahead - ahead) < 100

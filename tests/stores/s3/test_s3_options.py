@@ -245,6 +245,27 @@ def test_makes_attempts_in_one_place_however_their_number_is_given(
         policy(retry_deadline_s=0)
 
 
+def test_sends_requests_to_the_path_or_to_the_host_as_the_style_says() -> None:
+    def url(style: str | None = None, **options: Any) -> str:
+        chosen: dict[str, Any] = {} if style is None else {"config_kwargs": {"s3": {"addressing_style": style}}}
+        made = S3Options(access_key="a", secret_key="b", region="eu-west-1", **chosen, **options)
+        client, seen = s3_client.build_client(made), list[str]()
+
+        def capture(request: Any, **_: Any) -> None:
+            seen.append(request.url)
+            raise InterruptedError
+
+        client.api.meta.events.register_first("before-send.s3", capture)
+        with pytest.raises(InterruptedError):
+            client.call("GetObject", Bucket="bucket", Key="k")
+        return seen[0]
+
+    assert url() == "https://bucket.s3.eu-west-1.amazonaws.com/k"
+    assert url("path") == "https://s3.eu-west-1.amazonaws.com/bucket/k"
+    assert url(endpoint_url="http://127.0.0.1:9000") == "http://127.0.0.1:9000/bucket/k"
+    assert url("virtual", endpoint_url="https://store.example") == "https://bucket.store.example/k"
+
+
 KEY = b"0123456789abcdef0123456789abcdef"
 SSE = "x-amz-server-side-encryption"
 EACH = {"put", "create", "part", "read", "head", "copy", "list"}
