@@ -184,5 +184,5 @@ def test_saves_though_its_helper_is_killed_after_each_request(server: Server, pr
         assert place.load(verified=True) == 1 + number, f"killed after request {number}"
         place.sweep()
         assert place.litter(proxy.exchanges) == [], f"killed after request {number}"
-    assert requests >= 10
+    assert requests >= 9  # with GCS, which has no parts
     assert died >= 3
