@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from bucketpoint.convert import detect, export_safetensors, pipeline
 from bucketpoint.convert.source import SourceBytes
 from bucketpoint.transfer import TransferOptions
 from dcp.ranks import Ranks
-from kit.servers import find_minio, minio
+from kit.servers import minio
 from transfer.wrappers import CountingStore
 
 WORLD, TENSORS, ROUNDS = 4, 32, 5
@@ -79,9 +80,9 @@ def work(rank: int, world: int, environment: dict[str, str], what: str, url: str
 
 def main(nbytes: int) -> None:
     """Print the walls of three rounds; bytes read and written over the bytes; memory of the rank that takes most."""
-    binary = find_minio()
+    binary = shutil.which(os.environ.get("MINIO", "minio"))
     assert binary is not None, "run `make minio`"
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, minio(binary, data=Path(folder)) as server:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, minio(Path(binary), data=Path(folder)) as server:
         root, ranks = f"s3://{server.make_bucket()}/run", Ranks(WORLD)
         walls: dict[str, list[float]] = {}
         figures: dict[str, Any] = {}

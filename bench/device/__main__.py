@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.endpoints import client_env
 from bench.lines import environment
-from kit.servers import find_minio, minio
+from kit.servers import minio
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 1_000_000_000
@@ -51,9 +51,10 @@ def main() -> None:
     )
     asked = parser.parse_args()
     nbytes = GB // 5 if asked.small else 10 * GB
-    binary = find_minio()
-    if binary is None:
+    program = shutil.which(os.environ.get("MINIO", "minio"))
+    if program is None:
         raise SystemExit("no MinIO server was found: set MINIO to its path")
+    binary = Path(program)
     asked.out.mkdir(parents=True, exist_ok=True)
     data = Path(tempfile.mkdtemp(dir=asked.memory))
     try:
