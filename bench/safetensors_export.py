@@ -1,13 +1,12 @@
 """Exports to safetensors, and loads from them, by four ranks beside a save and a load of the same bytes (MinIO).
 
-`PYTHONPATH=tests:. python -m bench.safetensors_export [MB]` prints one JSON object a measurement.
+`PYTHONPATH=tests:tools:. python -m bench.safetensors_export [MB]` prints one JSON object a measurement.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import get_minio
 from bench.resident import forget_peak, memory
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.convert import detect, export_safetensors, pipeline
@@ -80,9 +80,9 @@ def work(rank: int, world: int, environment: dict[str, str], what: str, url: str
 
 def main(nbytes: int) -> None:
     """Print the walls of three rounds; bytes read and written over the bytes; memory of the rank that takes most."""
-    binary = shutil.which(os.environ.get("MINIO", "minio"))
+    binary = get_minio.find()
     assert binary is not None, "run `make minio`"
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, minio(Path(binary), data=Path(folder)) as server:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, minio(binary, data=Path(folder)) as server:
         root, ranks = f"s3://{server.make_bucket()}/run", Ranks(WORLD)
         walls: dict[str, list[float]] = {}
         figures: dict[str, Any] = {}

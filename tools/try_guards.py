@@ -96,7 +96,7 @@ def main(wanted: list[str]) -> int:
             if code == 1:
                 continue
             unnoticed += 1
-            print(f"{file}: {entry['off'][0][0].strip()}\n  not noticed by {entry['tests']} (exit code {code})")
+            print(f"{file}: {entry['without'][0][0].strip()}\n  not noticed by {entry['tests']} (exit code {code})")
             print(*log.read_text(errors="replace").splitlines()[-3:], sep="\n", flush=True)
     print(f"{len(chosen)} guards, {unnoticed} unnoticed")
     return 1 if unnoticed else 0

@@ -1,6 +1,6 @@
 """Runs each part in a process of its own, against a MinIO server in memory. Orchestration only.
 
-python -m bench.device --memory /dev/shm [--parts staging,steps,cores] [--out FOLDER] [--small]
+PYTHONPATH=tests:tools:. python -m bench.device --memory /dev/shm [--parts staging,steps,cores] [--out FOLDER] [--small]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import get_minio
 from bench.endpoints import client_env
 from bench.lines import environment
 from kit.servers import minio
@@ -51,10 +52,9 @@ def main() -> None:
     )
     asked = parser.parse_args()
     nbytes = GB // 5 if asked.small else 10 * GB
-    program = shutil.which(os.environ.get("MINIO", "minio"))
-    if program is None:
+    binary = get_minio.find()
+    if binary is None:
         raise SystemExit("no MinIO server was found: set MINIO to its path")
-    binary = Path(program)
     asked.out.mkdir(parents=True, exist_ok=True)
     data = Path(tempfile.mkdtemp(dir=asked.memory))
     try:
