@@ -345,7 +345,6 @@ class PolicyError(BucketpointError):
     Attributes:
         faults: the first 100 faults found, in the order of the file. The message contains the number of all faults.
         file: the policy's file, or None.
-        line, column: position of the first fault; None for Python objects.
     """
 
     def __init__(
@@ -368,14 +367,6 @@ class PolicyError(BucketpointError):
         if len(faults) > _MAX_FAULTS:
             message += f", of which the first {_MAX_FAULTS} are listed"
         return cls(message, faults=faults[:_MAX_FAULTS], file=file, remedy=faults[0].remedy)
-
-    @property
-    def line(self) -> int | None:
-        return self.faults[0].line if self.faults else None
-
-    @property
-    def column(self) -> int | None:
-        return self.faults[0].column if self.faults else None
 
     def __str__(self) -> str:
         if not self.faults:

@@ -69,7 +69,7 @@ def odd_step(row: Row) -> bool:
 
 
 def tried(*args: Any, **keywords: Any) -> Keep | None:
-    """The rules, or None where they are refused as unreachable."""
+    """The rules, or None where they are refused."""
     from bucketpoint.errors import PolicyError
 
     try:

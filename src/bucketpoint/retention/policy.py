@@ -5,12 +5,11 @@ The YAML form takes its keys, defaults and checks from these classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from bucketpoint.errors import PolicyFault
 from bucketpoint.retention.rules import Best, EveryHours, EverySteps, Latest, Match, RetentionRule, Steps, Within
 from bucketpoint.retention.setting_types import Checked, Duration, Fraction, Several, Text, WholeNumber
 
@@ -44,10 +43,6 @@ class Keep(Checked):
         if self.match is not None:
             rules.append(Match(self.match))
         return tuple(rules)
-
-    @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
-        return [*_unreachable(values, "best", _covers_best), *_unreachable(values, "every", _covers_every)]
 
 
 @dataclass(frozen=True)
@@ -86,10 +81,6 @@ class Save(Checked):
     on_failure: Annotated[
         Literal["raise", "warn"], "a failed save raises; or is logged and counted, and training continues"
     ] = "raise"
-
-    @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
-        return list(_unreachable(values, "every", _covers_save))
 
 
 @dataclass(frozen=True)
@@ -144,63 +135,3 @@ class RetentionPolicy(Checked):
     layout: Annotated[Layout, "folders of the steps"] = field(default_factory=Layout)
     save: Annotated[Save, "when saves are made"] = field(default_factory=Save)
     prune: Annotated[Prune, "when and how other checkpoints are deleted"] = field(default_factory=Prune)
-
-
-def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any], bool]) -> Iterator[PolicyFault]:
-    """Yield a fault for each list member without effect, because it ends early or another member covers it."""
-    listed = values.get(key)
-    for position, rule in enumerate(listed if isinstance(listed, (list, tuple)) else ()):
-        if isinstance(rule, EverySteps) and rule.until is not None and rule.until < rule.steps:
-            message = f"Only step 0 is ever kept: the grid begins at {rule.steps}, and the rule ends at {rule.until}"
-            yield PolicyFault(message, "Raise `until`, or remove the rule", (key, position))
-            continue
-        for number, other in enumerate(listed or ()):
-            # `Several` reports equal members.
-            if other != rule and covers(other, rule):
-                message = f"The rule keeps nothing that another rule does not keep: `{key}[{number}]` keeps all of it"
-                if isinstance(rule, (SaveEvery, SaveEveryMinutes)):
-                    message = f"The trigger adds no save: `{key}[{number}]` saves whenever this one does"
-                yield PolicyFault(message, "Remove one of the two", (key, position))
-                break
-
-
-def _covers_best(wide: Any, narrow: Any) -> bool:
-    if not isinstance(wide, Best) or not isinstance(narrow, Best):
-        return False
-    if wide.count < narrow.count or any(
-        getattr(wide, name) != getattr(narrow, name) for name in ("metric", "mode", "ties")
-    ):
-        return False
-    if narrow.wait is None:
-        return True
-    return wide.wait is not None and wide.wait.for_ >= narrow.wait.for_ and wide.wait.max >= narrow.wait.max
-
-
-def _covers_every(wide: Any, narrow: Any) -> bool:
-    """Return True if `wide` keeps all that `narrow` keeps.
-
-    If each cell of `narrow` is a union of cells of `wide`, its earliest checkpoint is also the earliest of a cell of
-    `wide`.
-    """
-    if isinstance(wide, EverySteps) and isinstance(narrow, EverySteps):
-        width, narrower = wide.steps, narrow.steps
-        ends = wide.until, narrow.until
-    elif isinstance(wide, EveryHours) and isinstance(narrow, EveryHours):
-        width, narrower = wide.hours, narrow.hours
-        ends = None, None
-    else:
-        return False
-    if narrower % width or (wide.thins and not narrow.thins):
-        return False
-    if wide.last is not None:
-        # Rules with another width or another `until` have other highest cells, so neither covers the other.
-        return width == narrower and ends[0] == ends[1] and narrow.last is not None and narrow.last <= wide.last
-    return ends[0] is None or (ends[1] is not None and ends[1] <= ends[0])
-
-
-def _covers_save(wide: Any, narrow: Any) -> bool:
-    if isinstance(wide, SaveEvery) and isinstance(narrow, SaveEvery):
-        return narrow.steps % wide.steps == 0
-    if isinstance(wide, SaveEveryMinutes) and isinstance(narrow, SaveEveryMinutes):
-        return narrow.minutes >= wide.minutes
-    return False

@@ -160,6 +160,12 @@ class EverySteps(_Grid):
     last: Annotated[int | None, WholeNumber(1), "keep only those of the highest cells"] = None
     thin: Thin = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.until is not None and self.until < self.steps:
+            message = f"Only step 0 is ever kept: the grid begins at {self.steps}, and the rule ends at {self.until}"
+            raise PolicyError.of(PolicyFault(message, "Raise `until`, or remove the rule"))
+
     @property
     def label(self) -> str:
         return f"every: {self.steps} steps{_bounds(self.until, self.last, self.thin)}"

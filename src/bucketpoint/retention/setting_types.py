@@ -210,14 +210,8 @@ class Checked:
             else:
                 stored = setting.shape.read(value, (setting.key,), faults)
             object.__setattr__(self, setting.name, stored)
-        faults += self.conflicts({setting.name: getattr(self, setting.name) for setting in settings_of(type(self))})
         if faults:
             raise PolicyError.of(*faults)
-
-    @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
-        """Return the faults between settings. `values` are by field name; invalid settings may have any type."""
-        return []
 
 
 @dataclass(frozen=True)
@@ -259,10 +253,7 @@ class Fields(Shape):
                 faults.append(PolicyFault(f"`{setting.key}` is missing", f"Add `{setting.key}:`", path))
         for setting in self.besides:
             values.pop(setting.name, None)
-        if len(faults) == before:
-            return self.kind(**values)
-        faults += [fault.under(*path) for fault in self.kind.conflicts(values)]
-        return None
+        return self.kind(**values) if len(faults) == before else None
 
     def plain(self, value: Any) -> dict[str, Any]:
         """Return the settings that differ from their default or have no default."""
