@@ -15,6 +15,7 @@ import json
 import math
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pickle import UnpicklingError
 from typing import Any
@@ -111,7 +112,10 @@ def items_of(read: Callable[..., bytes], name: str) -> Iterator[tuple[Any, ...]]
             if hashlib.sha256(index).hexdigest() == named[3].decode():
                 yield from items_of_index(index)
                 return
-    metadata = Unpickler(io.BytesIO(head if len(head) < FIRST_BYTES else read(name))).load()
+    data = head if len(head) < FIRST_BYTES else read(name)
+    if data.endswith(b"BPC1") and zlib.crc32(data[:-8]) != int.from_bytes(data[-8:-4], "little"):
+        raise ValueError(f"{name} is damaged")
+    metadata = Unpickler(io.BytesIO(data)).load()
     if (metadata.bucketpoint or {}).get("format", 1) > 1:
         raise NotImplementedError("a newer version of bucketpoint wrote the checkpoint, in another format")
     places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}

@@ -222,9 +222,14 @@ def is_truncated(folder: Path, path: Path) -> None:
 
 def leads_elsewhere(folder: Path, path: Path) -> None:
     shutil.copy(path, folder.parent / "outside")
-    inside = str(path.relative_to(folder)).encode()
-    outside = b"../" + b"/" * (len(inside) - len(b"../outside")) + b"outside"
-    replaced(folder / ".metadata", lambda data: data.replace(inside, outside))
+    metadata = decode_metadata((folder / ".metadata").read_bytes())
+    for info in (metadata.storage_data or {}).values():
+        info.relative_path = "../outside"
+    (folder / ".metadata").write_bytes(pickled(metadata))
+
+
+def has_a_flipped_bit_in_the_metadata(folder: Path, path: Path) -> None:
+    replaced(folder / ".metadata", partial(flip, 300))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,7 @@ def leads_elsewhere(folder: Path, path: Path) -> None:
         (lacks_a_chunk, r"chunks are missing of \['model.w'\]"),
         (is_truncated, r"model\.w is damaged"),
         (leads_elsewhere, "leads out of the checkpoint"),
+        (has_a_flipped_bit_in_the_metadata, r"\.metadata is damaged"),
     ],
 )
 def test_refuses_a_checkpoint_that_is_not_whole_or_names_an_object_elsewhere(

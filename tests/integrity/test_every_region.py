@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
 from bucketpoint.checkpoint.open import SavedCheckpoint, open_checkpoint
 from bucketpoint.checkpoint.verify import Verification, verify
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, MetadataError
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.record import CommitRecord
 from kit.tally import Tally
@@ -143,6 +143,20 @@ def test_names_a_flip_anywhere_in_the_metadata(saved: str, bucketpoint_tally: Ta
         assert verified(saved), f"byte {at}"
         put_back()
     assert verified(saved) == []
+
+
+def test_gives_no_other_state_or_copy_of_a_flip_in_the_metadata(tmp_path: Path) -> None:
+    """Without an index every byte counts, and without a state to load into the names in the metadata do, too."""
+    bp.save(state(3.0), tmp_path / "a")
+    assert bp.load(tmp_path / "a")["optim"].keys() == {"m"}
+    for at in range(0, (tmp_path / "a/.metadata").stat().st_size, 7):
+        put_back = flipped(str(tmp_path / "a"), ".metadata", at)
+        with pytest.raises(MetadataError):
+            bp.load(tmp_path / "a")
+        # `cp` and `convert` read the metadata so.
+        with pytest.raises(MetadataError):
+            open_checkpoint(str(tmp_path / "a"))
+        put_back()
 
 
 def test_treats_a_table_of_objects_that_has_lost_its_name_as_damage(saved: str) -> None:

@@ -177,7 +177,7 @@ class _Run:
                 if record.metadata_crc32c not in (None, crc32c(memoryview(self.saved.data))):
                     self._add("metadata", keys.METADATA, "its CRC32C differs from the one that was committed")
                 return
-        self.notes.append(f"{keys.METADATA} itself was not checked: {', and '.join(reasons)}")
+        self.notes.append(f"{keys.METADATA} was not compared with a record: {', and '.join(reasons)}")
 
     def _record_beside(self) -> CommitRecord | None:
         try:

@@ -32,7 +32,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.plain import read_record
-from bucketpoint.format.pickles.metadata_vocabulary import PROTOCOL
+from bucketpoint.format.pickles.metadata_vocabulary import PROTOCOL, trailer
 from bucketpoint.format.storage_info import make_storage_info
 from kit.metadata import tensor_entry
 
@@ -208,10 +208,28 @@ def test_refuses_bytes_that_are_no_pickle(data: bytes, trusted: bool) -> None:
 WHOLE = encode_metadata(example(), bucketpoint=FACTS)
 
 
-@given(st.integers(0, len(WHOLE) - 1))
+PICKLED = WHOLE[: -len(trailer(0))]
+
+
+@given(st.integers(0, len(WHOLE) - 1).filter(lambda size: size != len(PICKLED)))
 def test_refuses_truncated_metadata(size: int) -> None:
     with pytest.raises(MetadataError):
         decode_metadata(WHOLE[:size])
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_refuses_a_flipped_bit_at_any_place(trusted: bool) -> None:
+    for at in range(len(WHOLE)):
+        flipped = bytearray(WHOLE)
+        flipped[at] ^= 1 << at % 8
+        with pytest.raises(MetadataError):
+            decode_metadata(bytes(flipped), trusted=trusted)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_reads_metadata_without_a_trailer_as_0_2_writes_it(trusted: bool) -> None:
+    assert PICKLED.endswith(pickle.STOP)
+    assert decode_metadata(PICKLED, trusted=trusted) == decode_metadata(WHOLE)
 
 
 def corrupted(change: Any) -> bytes:

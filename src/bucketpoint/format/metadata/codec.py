@@ -8,6 +8,7 @@ import functools
 import io
 import os
 import pickle
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,15 +30,15 @@ from bucketpoint.format.index.view import as_stock
 from bucketpoint.format.metadata.facts import (
     _EXTRA,
     FORMAT_VERSION,
+    check_whole,
     interpreted,
     not_metadata,
-    refuse_marker,
     require_plain,
     without_gc,
 )
 from bucketpoint.format.pickles import tensors
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
-from bucketpoint.format.pickles.metadata_vocabulary import PROTOCOL, MetadataVocabulary
+from bucketpoint.format.pickles.metadata_vocabulary import PROTOCOL, MetadataVocabulary, trailer
 from bucketpoint.format.pickles.vocabulary import ObjectionError
 from bucketpoint.version import __version__
 
@@ -74,6 +75,7 @@ def pickled(whole: Metadata) -> bytes:
     pickler.dispatch_table = {**copyreg.dispatch_table, **sharing.reducers()}
     with without_gc():
         pickler.dump(whole)
+    stream.write(trailer(zlib.crc32(stream.getbuffer())))
     return stream.getvalue()
 
 
@@ -136,7 +138,7 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
     if not trusted:
         found: Metadata = interpreted(bytes(data), vocabulary(), url, most)
         return found
-    refuse_marker(data, url)
+    check_whole(data, url)
     try:
         with without_gc():
             metadata = pickle.loads(data)

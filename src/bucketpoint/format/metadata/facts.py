@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import pickle
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +16,7 @@ from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerForma
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.coverage import is_tensor, uncovered
 from bucketpoint.format.pickles.machine import MOST_BYTES, Machine
-from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
+from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary, trailer
 from bucketpoint.format.pickles.vocabulary import ObjectionError, RefusedError, UnreadableError
 from bucketpoint.format.record import CommitRecord, parse_marker
 
@@ -205,7 +207,7 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None, mo
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
     """
-    refuse_marker(data, url)
+    check_whole(data, url)
     try:
         with without_gc():
             metadata = Machine(data, vocabulary, most=most).run()
@@ -222,11 +224,19 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None, mo
     return metadata
 
 
-def refuse_marker(data: bytes, url: str | None) -> None:
-    """Raise CheckpointDeletedError if a deletion has replaced the metadata by a deletion marker."""
+def check_whole(data: bytes, url: str | None) -> None:
+    """Compare a metadata object with its trailer. Objects of other writers, and of 0.1 and 0.2, end with the pickle.
+
+    Raises:
+        CheckpointDeletedError: a deletion has replaced the metadata by a deletion marker.
+        MetadataError: the object is damaged.
+    """
     marker = parse_marker(data)
     if marker is not None:
         raise CheckpointDeletedError(marker.text, url=url)
+    pickled = memoryview(data)[: -len(trailer(0))]
+    if not data.endswith(pickle.STOP) and not data.endswith(trailer(zlib.crc32(pickled))):
+        raise not_metadata("it differs from the checksum at its end", url)
 
 
 def not_metadata(reason: str, url: str | None) -> MetadataError:

@@ -17,7 +17,7 @@ from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import OPTIM
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, index_path
-from bucketpoint.format.metadata.facts import _EXTRA, extra, make_record, not_metadata, refuse_marker
+from bucketpoint.format.metadata.facts import _EXTRA, check_whole, extra, make_record, not_metadata
 from bucketpoint.format.metadata.plain import read_metadata
 from bucketpoint.format.pickles.metadata_vocabulary import framed, recall, text_header, unframed, unshared
 from bucketpoint.format.record import CommitRecord
@@ -47,7 +47,7 @@ class Outline:
     """
 
     def __init__(self, data: bytes) -> None:
-        refuse_marker(data, None)
+        check_whole(data, None)
         self._data, self._recalled = data, _recalled(data)
         self.paths: set[str] = set()
         self.items = 0

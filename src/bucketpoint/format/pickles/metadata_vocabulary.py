@@ -6,6 +6,7 @@ import enum
 import io
 import os
 import pickle
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,8 +116,17 @@ PROTO = pickle.PROTO + bytes([PROTOCOL])
 
 
 def framed(body: bytes | bytearray) -> bytes:
-    """Return the pickle of these opcodes, which end with STOP."""
-    return b"".join((PROTO, pickle.FRAME, len(body).to_bytes(8, "little"), body))
+    """Return the pickle of these opcodes, which end with STOP, and its trailer."""
+    head = PROTO + pickle.FRAME + len(body).to_bytes(8, "little")
+    return b"".join((head, body, trailer(zlib.crc32(body, zlib.crc32(head)))))
+
+
+def trailer(crc: int) -> bytes:
+    """Return the bytes that follow a metadata pickle with this CRC32. Unpicklers ignore them, and no pickle ends so.
+
+    With a CRC32C here, all metadata would have the same CRC32C, which records and stores compare.
+    """
+    return crc.to_bytes(4, "little") + b"BPC1"
 
 
 def unframed(data: bytes) -> bytes | None:
