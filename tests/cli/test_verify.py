@@ -256,8 +256,8 @@ def test_learns_from_a_record_in_the_catalog_of_metadata_that_was_put_back(root:
     replaced(first, ".metadata", lambda data: (data.clear(), data.extend(theirs)))
     done = program("verify", first, "--json")
     assert done.json["notes"] == [
-        ".metadata was not compared with a record: there is no commit record beside it, and the commit record in a catalog "
-        "above it belongs to another save"
+        ".metadata was not compared with a record: there is no commit record beside it, and the commit record in a "
+        "catalog above it belongs to another save"
     ]
 
 

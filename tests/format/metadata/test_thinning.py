@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.metadata.plain import read_record
 from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.metadata.thinning import Outline
+from bucketpoint.format.pickles.metadata_vocabulary import trailer
 from bucketpoint.format.record import DeletionMarker
 from bucketpoint.format.storage_info import make_storage_info, pack
 from format.metadata.test_template import index_columns
@@ -117,6 +119,18 @@ def test_leaves_the_weights_as_they_were(form: str, tensors: int, ranks: int) ->
         assert again.paths == set(facts["objects"])
         with pytest.raises(MetadataError, match="no object that holds only"):
             again.thinned()
+
+
+@pytest.mark.parametrize("form", ["objects", "template"])
+def test_ends_with_a_checksum_before_and_after_and_thins_no_damaged_metadata(form: str) -> None:
+    data = checkpoint(form, 7, 1)
+    for whole in (data, Outline(data).thinned("etag")):
+        assert whole.endswith(trailer(zlib.crc32(whole[: -len(trailer(0))])))
+    # A flipped bit in a metric, from which the policy and the record would be misled.
+    flipped = data.replace(b"\x04loss", b"\x04lors")
+    assert flipped != data
+    with pytest.raises(MetadataError, match="checksum"):
+        Outline(flipped)
 
 
 def test_refuses_shared_objects_and_other_writers() -> None:
