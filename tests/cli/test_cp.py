@@ -17,6 +17,7 @@ import bucketpoint.transfer.copy as transfer
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import COPY_OPTIONS, Copied, CopyPlan, copy_checkpoint, plan_copy
 from bucketpoint.errors import CommitConflictError, StoreError
@@ -24,6 +25,7 @@ from bucketpoint.format import keys
 from bucketpoint.location import Location
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import open_store
+from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
@@ -102,6 +104,46 @@ def test_leaves_no_former_index_over_the_files_of_a_copied_model(program: Progra
     refused = program("cp", str(tmp_path / "new"), str(tmp_path / "other"), "--verify")
     assert "--verify" in refused.err
     assert not (tmp_path / "other").exists()
+
+
+def model_in(folder: Path, file: str, value: bytes) -> dict[str, bytes]:
+    folder.mkdir()
+    for name in (file, INDEX_NAME):
+        (folder / name).write_bytes(value)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_keeps_a_model_whose_copy_names_the_same_place(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """As a bucket under two endpoints, whose equality is not known."""
+    if not known:
+        monkeypatch.setattr(LocalStore, "identity", LocalStore.url)
+    model = model_in(tmp_path / "model", "model-1.safetensors", b"w")
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    done = program("cp", str(tmp_path / "model"), str(tmp_path / "link"), "--overwrite", "--json")
+    assert done.json.get("error", {}).get("kind") == ("InvalidURLError" if known else None)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == model
+
+
+@pytest.mark.parametrize(("file", "left"), [("model-1.safetensors", False), ("model-2.safetensors", True)])
+def test_leaves_no_index_of_two_models_after_an_interrupted_copy(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, left: bool
+) -> None:
+    model_in(tmp_path / "new", file, b"new")
+    old = model_in(tmp_path / "old", "model-1.safetensors", b"old")
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        raise StoreError("killed")
+
+    monkeypatch.setattr(copying, "copy_objects", interrupted)
+    assert program("cp", str(tmp_path / "new"), str(tmp_path / "old"), "--overwrite").code != 0
+    index = tmp_path / "old" / INDEX_NAME
+    assert (index.read_bytes() if index.exists() else None) == (old[INDEX_NAME] if left else None)
+    monkeypatch.undo()
+    assert program("cp", str(tmp_path / "new"), str(tmp_path / "old"), "--overwrite").code == 0
+    assert index.read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("root", ["minio"], indirect=True)

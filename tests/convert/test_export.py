@@ -34,6 +34,7 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.format.item_names import renaming
+from bucketpoint.stores.local import LocalStore
 from bucketpoint.transfer import ObjectSource, Segment
 from convert.conftest import ONE_BY_ONE, SMALL, behind, contents, killed, names
 from dcp.conftest import four_ranks, two_ranks  # noqa: F401
@@ -316,9 +317,61 @@ def test_writes_a_lost_file_again_and_deletes_no_source_of_its_own(tmp_path: Pat
     with pytest.raises(CheckpointExistsError):
         export_safetensors(url, model, shard_bytes=4000)
     export_safetensors(url, model, shard_bytes=4000, overwrite=True)
-    with pytest.raises(InvalidURLError):
-        export_safetensors(str(model), str(model), overwrite=True)
-    assert_same(bucketpoint.load(str(model)), ONES)
+    (tmp_path / "link").symlink_to(model)
+    before = all_files(str(model))
+    for same in (model, tmp_path / "link"):
+        with pytest.raises(InvalidURLError):
+            export_safetensors(str(model), str(same), overwrite=True)
+    assert all_files(str(model)) == before
+
+
+SIZES = [(4000, 4000), (4000, 1 << 20), (1 << 20, 4000), (1 << 20, 1 << 20)]
+
+
+@pytest.mark.parametrize(("one", "two"), SIZES)
+def test_rewrites_a_source_that_the_target_names_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: int, two: int
+) -> None:
+    """As a bucket under two endpoints, whose equality bucketpoint cannot know."""
+    monkeypatch.setattr(LocalStore, "identity", LocalStore.url)
+    model, link = tmp_path / "model", tmp_path / "link"
+    export_safetensors(_saved(tmp_path, 1.0), model, shard_bytes=one)
+    link.symlink_to(model)
+    export_safetensors(model, link, shard_bytes=two, overwrite=True)
+    assert_same(loaded(str(model)), ONES)
+    assert len(names(str(model))) == (3 if two == 4000 else 1)
+
+
+@pytest.mark.parametrize(("one", "two"), SIZES)
+def test_keeps_former_or_new_weights_wherever_an_overwrite_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: int, two: int
+) -> None:
+    former, new, killed_at, calls = _saved(tmp_path, 2.0), _saved(tmp_path, 1.0), -1, [0]
+    while calls[0] > killed_at:
+        killed_at, calls, model = killed_at + 1, [0], str(tmp_path / f"model-{killed_at}")
+        export_safetensors(former, model, shard_bytes=one)
+
+        def fails(name: str, _: int, calls: list[int] = calls, most: int = killed_at) -> bool:
+            calls[0] += name in ("put", "delete")
+            return calls[0] > most
+
+        with contextlib.suppress(StoreError), behind(monkeypatch, killed(fails)):
+            export_safetensors(new, model, shard_bytes=two, overwrite=True, transfer=ONE_BY_ONE)
+        value = loaded(model)["a"][0].item()
+        assert_same(loaded(model), {name: torch.full((1000,), value) for name in ONES})
+        assert_same(bucketpoint.load(model), loaded(model))
+        export_safetensors(new, model, shard_bytes=two, overwrite=True)
+        assert_same(loaded(model), ONES)
+        assert len(names(model)) == (3 if two == 4000 else 1)
+
+
+def test_replaces_an_index_of_many_names_in_a_store_without_conditions(tmp_path: Path) -> None:
+    url = str(tmp_path / "many")
+    bucketpoint.save({f"{number:0200}": torch.full((1,), number) for number in range(1000)}, url)
+    for shard_bytes in (2000, 4000):
+        export_safetensors(url, "memory://many/model", shard_bytes=shard_bytes, overwrite=True)
+        assert len(contents("memory://many/model", INDEX_NAME)) > 200_000
+    assert len(names("memory://many/model")) == 3
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "one of two workers"])

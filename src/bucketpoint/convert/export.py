@@ -11,7 +11,6 @@ from typing import Any
 from bucketpoint.convert.pipeline import CONVERT_OPTIONS, commit_conversion, plan_conversion, run_conversion
 from bucketpoint.convert.plan import SHARD_BYTES, Converted, ConvertOptions, ConvertPlan
 from bucketpoint.convert.source import SAFETENSORS
-from bucketpoint.convert.target import remove_weights
 from bucketpoint.dcp.meeting import Meeting
 from bucketpoint.dcp.process_groups import ranks_of, this_rank
 from bucketpoint.errors import CommitConflictError
@@ -44,8 +43,8 @@ def export_safetensors(
     """Write the tensors of a checkpoint as safetensors in Hugging Face's layout. Called on all ranks of a group.
 
     Each rank writes its share of the files, balanced by bytes, and reads only the ranges of the checkpoint that it
-    needs. The first rank writes the index last: a killed export leaves no index, and continues where it stopped if it
-    is run again on the same number of ranks. If there is one file, it appears as a whole. config.json and the
+    needs. The first rank writes the index last: a killed export leaves no new index, and continues where it stopped if
+    it is run again on the same number of ranks. If there is one file, it appears as a whole. config.json and the
     tokenizer's files beside the checkpoint are copied.
 
     Args:
@@ -57,7 +56,7 @@ def export_safetensors(
             name None leaves a tensor out.
         shard_bytes: bytes of tensors in one file.
         prefix, exclude, trusted: as in `ConvertOptions`.
-        overwrite: delete weights at the target first, the index before its files.
+        overwrite: replace the index of weights at the target by the new one, then delete the former files.
         storage_options, fs: storage options and fsspec filesystem of the checkpoint.
         target_options, target_fs: storage options and fsspec filesystem of the target.
         transfer: sizes and limits of the transfer, for each rank.
@@ -90,8 +89,8 @@ def export_safetensors(
         elif failure is not None:
             raise failure
 
-    def planned() -> ConvertPlan:
-        return plan_conversion(
+    with together("plan"):
+        plan = plan_conversion(
             url,
             target,
             to_format=SAFETENSORS,
@@ -105,15 +104,6 @@ def export_safetensors(
             transfer=transfer,
             worker=worker,
         )
-
-    with together("plan"):
-        plan = planned()
-    if overwrite:
-        with together("removal of former weights"):
-            if worker[0] == 0 and plan.replaces:
-                remove_weights(plan.place)
-        with together("plan"):
-            plan = planned()
     with together("files"):
         done = run_conversion(plan, progress=progress, commit=False)
     with together("index"):

@@ -26,6 +26,8 @@ from bucketpoint.convert.target import (
     Worker,
     check_worker,
     copy_beside,
+    former_weights,
+    has_files,
     indexed_by,
     is_exported,
     refuse_own_source,
@@ -143,9 +145,15 @@ def plan_conversion(
     journal, other = open_journal(place, digest, NAME if worker is None else name_of(worker))
     token, log = journal.token, None
     watch = watch_files(place, [INDEX_NAME, SINGLE_NAME] if wanted == SAFETENSORS else [], digest)
+    removes = worker is not None and chosen.overwrite
+    replaces = removes and will_replace(place, wanted, "", overwrite=True, removes=True)
     if wanted == SAFETENSORS:
-        layout = plan_safetensors(opened, filling, place, names, chosen.shard_bytes, digest=digest)
+        layout = plan_safetensors(opened, filling, place, names, chosen.shard_bytes, digest=digest, replaces=replaces)
         finished = is_exported(place, layout.objects, digest, transfer)
+        if finished and replaces:
+            # A run that ended before it had deleted the former weights is continued.
+            with contextlib.suppress(AccessDeniedError):
+                finished = not former_weights(place, [entry.key for entry in layout.objects])
     else:
         log = _log_there(there, opened)
         finished = journal.is_committed()
@@ -154,7 +162,7 @@ def plan_conversion(
         )
     several = len(layout.objects) > 1
     done = journal.done(layout.objects, transfer) if journal.notes else {}
-    if worker is not None and chosen.overwrite and not finished:
+    if removes and not finished:
         refuse_own_source(opened, place)
     plan = ConvertPlan(
         opened, wanted, place, layout, filling, transfer, journal if finished or several else None, other, finished,
@@ -162,7 +170,7 @@ def plan_conversion(
     )  # fmt: skip
     if finished or not plan.objects:
         return plan
-    return replace(plan, replaces=will_replace(place, wanted, "", chosen.overwrite, removes=worker is not None))
+    return replace(plan, replaces=replaces or will_replace(place, wanted, "", chosen.overwrite, removes=removes))
 
 
 def run_conversion(
@@ -232,7 +240,9 @@ def _commit(plan: ConvertPlan, done: Mapping[str, Uploaded]) -> bool:
         plan.journal.join(plan.workers)
         done = plan.journal.done(objects, plan.transfer)
     elif plan.worker is not None:
-        # A single file needs no commit: its upload makes it visible only as a whole.
+        # A single file becomes visible as a whole by its upload. Former weights are deleted only beside it.
+        if plan.replaces and has_files(plan.place, objects, plan.transfer):
+            plan.layout.commit([])
         return is_exported(plan.place, objects, plan.digest, plan.transfer)
     if len(done) < len(objects):
         # Another worker that ended at the same time may have committed and deleted the journals.

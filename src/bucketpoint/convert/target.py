@@ -20,7 +20,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.safetensors_header import decode_json
-from bucketpoint.stores import ObjectInfo, Store, delete_all
+from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import Meter, ObjectSource, Segment, TransferOptions, Uploaded
 from bucketpoint.transfer.copy import CopyJob, copy_objects
@@ -143,7 +143,7 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *,
 
     Args:
         name: name of the file to write; empty for a folder.
-        removes: True if the caller deletes former weights first.
+        removes: True if the commit deletes former weights.
 
     Raises:
         CheckpointExistsError: the target has content that must not be replaced, or cannot be replaced safely.
@@ -170,21 +170,20 @@ def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool, *,
     return False
 
 
-def remove_weights(place: TargetPlace) -> None:
-    """Delete the weights in a folder of Hugging Face's layout: the index first, as it must name no missing file."""
-    delete_all(place.store, [place.key(INDEX_NAME)])
-    above = place.key("x")[:-1]
+def former_weights(place: TargetPlace, files: Sequence[str]) -> list[str]:
+    """Return the keys of the weights in a folder of Hugging Face's layout, except those of `files`."""
+    above, kept = place.key("x")[:-1], {place.key(name) for name in files}
     found = [info.key for info in place.store.list(f"{above}model")]
-    delete_all(place.store, [key for key in found if _WEIGHTS.fullmatch(key, len(above))])
+    return [key for key in found if _WEIGHTS.fullmatch(key, len(above)) and key not in kept]
 
 
 def refuse_own_source(source: Source, place: TargetPlace) -> None:
-    """Raise InvalidURLError if `remove_weights` would delete the source before it is read."""
+    """Raise InvalidURLError if the export would delete its source. Not every other name of a place is recognised."""
     above = place.key("x")[:-1]
     read = source.bytes.keys() if source.bytes.store.identity == place.store.identity else []
     if any(key.startswith(above) and _WEIGHTS.fullmatch(key, len(above)) for key in read):
         raise InvalidURLError(
-            "The weights at the target are the source, and would be deleted before they are read",
+            "The weights at the target are the source, which the export would delete",
             url=place.url,
             remedy="Name another target",
         )
@@ -217,8 +216,11 @@ def watch_files(place: TargetPlace, names: Sequence[str], digest: str = "") -> C
 
 def is_exported(place: TargetPlace, objects: Sequence[ObjectSource], digest: str, options: TransferOptions) -> bool:
     """Return True if all files of this conversion to safetensors are at the target, with an index if needed."""
-    if indexed_by(place) != (digest if len(objects) > 1 else None):
-        return False
+    return indexed_by(place) == (digest if len(objects) > 1 else None) and has_files(place, objects, options)
+
+
+def has_files(place: TargetPlace, objects: Sequence[ObjectSource], options: TransferOptions) -> bool:
+    """Return True if all files of this conversion to safetensors are at the target."""
     lost: list[str] = []
 
     def look(entry: ObjectSource) -> None:

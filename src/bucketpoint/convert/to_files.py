@@ -23,15 +23,24 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from bucketpoint.checkpoint.safetensors_folder import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.payload_reader import Filling, WholeTensor, whole_tensors
 from bucketpoint.convert.source import Source, exclude_option
-from bucketpoint.convert.target import DIGEST, TargetLayout, TargetPlace, file_name, held, with_checksums
+from bucketpoint.convert.target import (
+    DIGEST,
+    TargetLayout,
+    TargetPlace,
+    file_name,
+    former_weights,
+    held,
+    with_checksums,
+)
 from bucketpoint.dcp.planning.nested_state import nested
-from bucketpoint.dcp.saving.commit_put import Commit, put_commit
-from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError, first_of
+from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, put_commit
+from bucketpoint.errors import CommitConflictError, MetadataError, MismatchError, UnsafeDataError, first_of
 from bucketpoint.format.pickles.items import read_item, settled
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.safetensors_header import TensorEntry, encode_header, nameable, writable
 from bucketpoint.format.tensor_bytes import contiguous_strides, tensor_bytes
 from bucketpoint.format.torch_zip import STORAGE_NAMES, VERSION_RECORD, ArchiveWriter, frameable
+from bucketpoint.stores import delete_all
 from bucketpoint.transfer import ObjectSource, Segment, Uploaded
 from bucketpoint.transfer.checksum import CrcAccumulator
 from bucketpoint.transfer.pieces import batched
@@ -178,6 +187,8 @@ def plan_safetensors(
     shard_bytes: int,
     file: str = "",
     digest: str = "",
+    *,
+    replaces: bool = False,
 ) -> TargetLayout:
     """Plan the files of all tensors. Items other than tensors are left out.
 
@@ -185,11 +196,14 @@ def plan_safetensors(
         names: for each key to write, its name in the files.
         file: name of the one file to write; empty for the names of Hugging Face's layout.
         digest: digest of the conversion, stored in the index and the files' headers.
+        replaces: the commit replaces the index that exists now, but not one that appears later, and then deletes the
+            former weights. They may be the source under another name, so they must stay until all of it is read.
 
     Raises:
         MismatchError: no tensor is left, a tensor has a dtype or a key that safetensors cannot hold, or the tensors do
             not fit into the one file.
     """
+    seen = prior_commit(place.store, place.prefix, INDEX_NAME) if replaces else None
     left_out = [
         fqn
         for fqn, entry in source.metadata.state_dict_metadata.items()
@@ -236,10 +250,16 @@ def plan_safetensors(
     objects = [_file(name, shard, filling, noted) for name, shard in zip(files, shards, strict=True)]
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
-        # A single file needs no commit: its upload makes it visible only as a whole.
+        # A single file becomes visible as a whole by its upload, and for readers of the index by the index's deletion.
         if len(shards) > 1:
-            request = Commit(place.store, place.prefix, place.url, "", INDEX_NAME, overwrite=False)
+            request = Commit(place.store, place.prefix, place.url, "", INDEX_NAME, overwrite=replaces, seen=seen)
             put_commit(request, _index(files, shards, digest))
+        elif replaces and prior_commit(place.store, place.prefix, INDEX_NAME) != seen:
+            raise CommitConflictError("Another process wrote to the target during the conversion", url=place.url)
+        elif seen is not None and seen.there:
+            delete_all(place.store, [place.key(INDEX_NAME)])
+        if replaces:
+            delete_all(place.store, former_weights(place, files))
 
     return TargetLayout(objects, finish, left_out=left_out, tensors=len(chosen))
 

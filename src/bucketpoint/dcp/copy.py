@@ -11,7 +11,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.checkpoint import Metadata
@@ -45,6 +45,8 @@ from bucketpoint.stores import ObjectInfo, Store, delete_all
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
+
+_ELSEWHERE = "Name another destination"
 
 COPY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """Bytes pass through the memory of this process, so the memory budget determines the size of parts: about 10 MiB."""
@@ -115,7 +117,7 @@ def plan_copy(saved: SavedCheckpoint, destination: Place, *, overwrite: bool = F
     place = copy_target(Location.of(destination), saved, into)
     (store, prefix), text = place.opened, place.url
     if (store.identity, prefix) == (saved.store.identity, saved.prefix):
-        raise InvalidURLError("Source and destination are the same URL", url=text, remedy="Name another destination")
+        raise InvalidURLError("Source and destination are the same URL", url=text, remedy=_ELSEWHERE)
     sources = look_at_objects(saved, lambda key: retry_transient(lambda: saved.store.head(key)), COPY_OPTIONS)
     used = _used_there(store, prefix, text)
     others, seen = used or (set(), PriorCommit(there=False))
@@ -210,6 +212,7 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     """Return the jobs to copy all files of a safetensors folder, as from `save_pretrained`; empty for another folder.
 
     Raises:
+        InvalidURLError: source and destination are the same.
         CheckpointExistsError: the destination has files, and `overwrite` is False; or it has a checkpoint, which
             readers would find instead.
     """
@@ -221,8 +224,10 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
     model = any("/" not in name and name.endswith(".safetensors") for name in names)
     # A run is not copied as files, because its checkpoints need commits.
     run = any(name.endswith(f"/{keys.METADATA}") for name in names)
-    if not model or run or (store.identity, prefix) == (other.identity, there):
+    if not model or run:
         return []
+    if (store.identity, prefix) == (other.identity, there):
+        raise InvalidURLError("Source and destination are the same URL", url=target.url, remedy=_ELSEWHERE)
     if not overwrite and next(other.list(f"{there}/" if there else ""), None) is not None:
         raise CheckpointExistsError("The destination has files", url=target.url, remedy="Pass --overwrite")
     if overwrite and _used_there(other, there, target.url) is not None:
@@ -235,16 +240,22 @@ def files_of_model(source: Location, target: Location, *, overwrite: bool) -> li
 
 
 def copy_files(source: Location, target: Location, jobs: Sequence[CopyJob], meter: Meter) -> None:
-    """Copy the files of a model: an old index at the destination is deleted first, and the new index is copied last.
+    """Copy the files of a model, and last its index, or delete an old index if the model has none.
 
-    Otherwise an interrupted copy, or a model without an index, could leave an index that names other files.
+    If weights are replaced, an old index is deleted first: it would name files of two models after an interruption.
+    Files that are equal to the source's may be the source under another name, whose index must stay.
     """
     (store, _), (other, there) = source.opened, target.opened
     index = keys.join(there, INDEX_NAME)
-    if next(other.list(index), None) is not None:
+    before = {info.key: info for info in other.list(index.removesuffix(INDEX_NAME))}
+    weights = [replace(job.source, key=job.target) for job in jobs if job.target.endswith(".safetensors")]
+    if index in before and any(before.get(info.key, info) != info for info in weights):
         delete_all(other, [index])
-    for part in ([job for job in jobs if job.target != index], [job for job in jobs if job.target == index]):
+    last = [job for job in jobs if job.target == index]
+    for part in ([job for job in jobs if job.target != index], last):
         copy_objects(store, other, part, COPY_OPTIONS, meter=meter)
+    if index in before and not last:
+        delete_all(other, [index])
 
 
 def _used_there(store: Store, prefix: str, url: str) -> tuple[set[str] | None, PriorCommit | None] | None:

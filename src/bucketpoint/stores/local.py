@@ -133,7 +133,8 @@ class LocalStore:
             status = os.stat(self.root)
         except OSError:
             return self.url
-        return f"{self.url}#{status.st_dev:x}-{status.st_ino:x}"
+        # Without the path: a folder that is named in several ways, as through a link, is one store.
+        return f"file:#{status.st_dev:x}-{status.st_ino:x}"
 
     @property
     def capabilities(self) -> Capabilities:

@@ -390,7 +390,7 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
     """
     url, identity = catalog.store.url, catalog.store.identity
     # The identity of a local folder changes when the folder is created.
-    place = url if identity.startswith(url) else identity
+    place = url if url.startswith("file:") else identity
     run = place, catalog.prefix, catalog.template.namespace, str(catalog.run), repr(policy)
     with _looking:
         worker = _workers.get(run)

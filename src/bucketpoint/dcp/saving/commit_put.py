@@ -173,6 +173,9 @@ def _metadata_at(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
     # Imported here: most saves replace nothing.
     from bucketpoint.catalog.catalog import get_metadata
 
+    if not key.endswith(keys.METADATA):
+        # An index of safetensors, of which `get_metadata` reads only the beginning.
+        return store.get(key)
     return get_metadata(store, key)
 
 
@@ -320,6 +323,8 @@ def _to_be_replaced(request: Commit, info: ObjectInfo, data: bytes) -> Metadata 
     if not request.overwrite:
         raise CheckpointExistsError("Checkpoint already exists at this URL", url=request.url)
     _refuse_others(request, info, data)
+    if not request.name.endswith(keys.METADATA):
+        return None
     try:
         return decode_metadata(data, url=request.url)
     except BucketpointError as error:
