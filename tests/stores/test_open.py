@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 import bucketpoint
 from bucketpoint import GCSReader, GCSWriter, S3Reader, S3Writer
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.run import run_of
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.cli.app import run
 from bucketpoint.convert import plan_conversion
 from bucketpoint.errors import BucketpointError, InvalidURLError, StoreError
-from bucketpoint.location import parent_and_name
+from bucketpoint.location import Location, parent_and_name
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import LocalStore, ObjectInfo, accepts_url, as_url, open_store, parse_url
 from bucketpoint.stores.fsspec import FsspecStore
@@ -68,7 +69,7 @@ def test_refuses_other_schemes_in_a_class_for_one_and_says_what_to_pass() -> Non
 def test_accepts_a_url_only_if_something_can_serve_it() -> None:
     for url in ("abc://abc.abc", "abc::s3://b/x", "S3FS://b/x", "s4://bucket/run"):
         assert not accepts_url(url)
-        with pytest.raises(InvalidURLError, match=r"Pass s3://, gs:// or az://|is not installed"):
+        with pytest.raises(InvalidURLError, match=r"Pass s3://, gs:// or az://|the scheme before ::|is not installed"):
             open_store(url)
     for url in ("s3://b/x::y", "gs://b/x", "az://b/x", "file:///a", "memory://a", "simplecache::s3://b/x", "a/b"):
         assert accepts_url(url)
@@ -243,6 +244,12 @@ ODD: dict[str, str] = {
     "s3://bucket/ a": "bucket  a",
     "s3://bucket": "bucket ",
     "s3://bucket//a//b/": "bucket /a//b",
+    "{tmp}/a::b": "{tmp}/a::b",
+    "{tmp}/a::b/c::memory/": "{tmp}/a::b/c::memory",
+    "file://{tmp}/a::b": "{tmp}/a::b",
+    "file:{tmp}/simplecache::memory": "{tmp}/simplecache::memory",
+    "./a-1::b": "{tmp}/a-1::b",
+    "s3://bucket/a::b": "bucket a::b",
     # refused, with this remedy
     "gs:/bucket/x": "Pass the URL as text",
     "az:/box/x": "Pass the URL as text",
@@ -258,6 +265,8 @@ ODD: dict[str, str] = {
     "abfss:box/run": "Pass abfss://box/run;",
     "memory:run": "Pass memory://run;",
     "simplecache::s3//b/x": "Pass simplecache::s3://b/x;",
+    "s3::bucket/run": "Pass s3://bucket/run;",
+    "file::{tmp}/run": "Pass the path without file:",
     "file:": "",
     "file://host{tmp}/run": "file:///data/run",
     "file://127.0.0.1{tmp}/run": "file:///data/run",
@@ -334,6 +343,25 @@ def test_reads_an_odd_url_rightly_or_refuses_it_with_a_remedy(
     ):
         failure_of(way)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["a-1::b", "exp::old/run", "SimpleCache::memory://a", "memory::a", "memory://a::b/c", "zip::memory://a::b/c"],
+)
+def test_refuses_a_url_that_fsspec_would_end_at_two_colons(url: str) -> None:
+    with pytest.raises(InvalidURLError, match="Check the scheme before ::"):
+        open_store(url)
+    assert isinstance(open_store("simplecache::memory://a")[0], FsspecStore)
+
+
+def test_refuses_a_run_whose_steps_a_chained_url_cannot_name(tmp_path: Path) -> None:
+    url = f"dir://run::file://{tmp_path}"
+    bucketpoint.save({"w": torch.zeros(1)}, url)
+    for way in (lambda: open_catalog(url), lambda: run_of(Location.of(f"dir://step-1::file://{tmp_path}/run"))):
+        with pytest.raises(InvalidURLError, match="path before ::"):
+            way()
+    assert open_catalog(f"simplecache::file://{tmp_path}/run").url_of(1)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "memory"])

@@ -354,16 +354,23 @@ def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
     return OtherRunError(f"The checkpoints at this URL belong to {whose}, and {mine}", url=catalog.url, remedy=remedy)
 
 
+_CHAINED = re.compile(r"(?!(?:s3a?|gc?s|file|local)://)[^:/]+://.*::", re.IGNORECASE | re.DOTALL)
+
+
 def open_catalog(root: Place, *, template: str = "step-{step}") -> Catalog:
     """Open the catalog of the run at `root`. Sends no request.
 
     Raises:
-        InvalidURLError: `root` is empty, or `template` names no folders.
+        InvalidURLError: `root` is empty, or names its folder before `::`, or `template` names no folders.
     """
     place = Location.of(root)
     if not place.url.rstrip("/"):
         raise InvalidURLError("The URL of the run is empty", remedy="Pass a URL such as s3://bucket/run")
     store, prefix = place.opened
+    if place.fs is None and _CHAINED.match(place.url):
+        # The folder of a step is joined to the end of the URL, which is that of the other filesystem.
+        remedy = "Pass the URL of the folder after ::, or make the filesystem and pass it as fs="
+        raise InvalidURLError("A run cannot be at a chained URL with a path before ::", url=place.url, remedy=remedy)
     return Catalog(place.url, store, prefix, StepTemplate(template))
 
 

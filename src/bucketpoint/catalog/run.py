@@ -80,7 +80,7 @@ def is_elsewhere(root: str, catalog: Catalog) -> bool:
 def _parts_of(url: str) -> tuple[str, str, str]:
     scheme, top, prefix = parse_url(as_url(url) or "")
     scheme = {"s3a": "s3", "gcs": "gs", "file": "", "local": ""}.get(scheme, scheme)
-    return scheme, top if scheme or "::" in top else os.path.realpath(top), prefix
+    return scheme, top if scheme else os.path.realpath(top), prefix
 
 
 def catalog_above(place: Location) -> tuple[Catalog, str] | None:

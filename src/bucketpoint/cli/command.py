@@ -181,7 +181,7 @@ class Access:
         from bucketpoint.stores import FOLLOW_LINKS, parse_url
 
         scheme = parse_url(url)[0]
-        local = scheme in ("", "file", "local") and "::" not in url
+        local = scheme in ("", "file", "local")
         options = {name: value for name, value in self.options.items() if (name == FOLLOW_LINKS) == local}
         endpoint = {"endpoint_url": self.endpoint_url} if self.endpoint_url and scheme in ("s3", "s3a") else {}
         return Location.of(url, {**options, **endpoint, **(extra or {})})

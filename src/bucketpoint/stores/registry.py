@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -39,13 +40,15 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
 # A URL that lost a slash in `Path`, alone or after folders: `s3:/bucket`, `/home/me/s3:/bucket`; `s3:` (from `s3://`).
 _FOLDED = re.compile(r"(?:^|/|::)([A-Za-z][A-Za-z0-9+.-]+):(?:/(?!/)|$)")
+_LOCAL_SCHEMES = ("file", "local")
 # A mistyped URL: `s3:bucket/run`, and for buckets' schemes `s3//bucket/run` (with any other name, it may be a folder).
+# `s3::` and `file::` begin no chained URL.
 _MISTYPED = re.compile(
     r"(^|^.*?::)(?:([A-Za-z][A-Za-z0-9+.-]+):(?=[^:/])"
-    rf"|({'|'.join(_BUCKETS)})//(?=[^/]))",
+    rf"|({'|'.join(_BUCKETS)})//(?=[^/])"
+    rf"|(?<!:)({'|'.join((*_BUCKETS, *_LOCAL_SCHEMES))})::)",
     re.IGNORECASE,
 )
-_LOCAL_SCHEMES = ("file", "local")
 # RFC 8089 allows one slash, and the host `localhost`: `file:/path` and `file://localhost/path` are `file:///path`.
 _LOCALHOST = re.compile(rf"^({'|'.join(_LOCAL_SCHEMES)})://localhost(?=/)", re.IGNORECASE)
 _HOST = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)})://([^/]*)(?=/|$)", re.IGNORECASE)
@@ -78,7 +81,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     `?` and `#` are ordinary characters, and `//` is kept. Only slashes at the end are dropped: `prefix/` and `prefix`
     are the same checkpoint. The root of an access point is its ARN with a colon before the name, whichever form the URL
     has. With any other scheme the whole path is the root, and the key prefix is empty. `file:/path` and
-    `file://localhost/path` are the same as `file:///path`.
+    `file://localhost/path` are the same as `file:///path`. Of a chained URL (`a::b://…`) the scheme is the first one's.
 
     Raises:
         InvalidURLError: the URL names no bucket or another host's folder, is empty, holds a password or a zero byte,
@@ -97,13 +100,13 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
         raise InvalidURLError(
             "the URL holds half a character: it was not read as UTF-8, or was cut", remedy="Write the name in UTF-8"
         )
-    if match is None or match[2] == "::":
+    if match is None:
         if not text:
             raise InvalidURLError("the URL is empty", remedy="Pass something like s3://bucket/prefix")
         return "", text, ""
     scheme, rest = match[1].lower(), text[match.end() :]
     if scheme not in S3_SCHEMES + GCS_SCHEMES:
-        return scheme, rest, ""
+        return scheme, rest if match[2] == "://" else text, ""
     bucket, _, key = rest.partition("/")
     if not bucket:
         raise _without_bucket(text, scheme)
@@ -188,10 +191,8 @@ def open_store(
 
         return GCSStore(root, GCSOptions.from_storage_options(storage_options)), prefix
     options = dict(storage_options or {})
-    local = scheme in ("", *_LOCAL_SCHEMES) and "::" not in root
-    follows = local and _follows_links(options)
-    if local and not options:
-        return LocalStore(_absolute(root), follows), ""
+    if scheme in ("", *_LOCAL_SCHEMES):
+        return LocalStore(_absolute(root), _follows_links(options)), ""
     import fsspec.core
 
     from bucketpoint.stores.fsspec.drivers import driver_of
@@ -199,11 +200,11 @@ def open_store(
 
     failure: BucketpointError
     try:
-        # fsspec accepts the schemes of folders only in lower case, and without a host: it gets the bare path.
-        make = functools.partial(fsspec.core.url_to_fs, root if local else os.fspath(url), **options)
+        _refuse_false_chain(os.fspath(url))
+        make = functools.partial(fsspec.core.url_to_fs, os.fspath(url), **options)
         filesystem, path = give_up_when_cut(make, f"making the filesystem of {scheme}:// URLs")
         driver_of(filesystem).bound_retries(filesystem)
-        return _store_on(filesystem, path, follows), ""
+        return _store_on(filesystem, path, False), ""
     except (ImportError, TypeError, ValueError) as error:
         reason = hide(clean(str(error)), options)
         # fsspec knows some schemes only if the library for them is installed.
@@ -282,7 +283,7 @@ def _refuse_mistaken(url: str) -> None:
             remedy=f"Pass the URL as text: {scheme}://{path or 'bucket/prefix'}",
         )
     mistyped = _MISTYPED.search(url) if first is None or first[2] == "::" else None
-    if mistyped is not None and _is_known(scheme := mistyped[2] or mistyped[3]):
+    if mistyped is not None and _is_known(scheme := mistyped[2] or mistyped[3] or mistyped[4]):
         raise InvalidURLError(
             f"this is a local path and looks like a mistyped {scheme}:// URL",
             url=url,
@@ -313,6 +314,23 @@ def _refuse_mistaken(url: str) -> None:
             url=url,
             remedy="Pass s3://bucket/prefix, without quotes or other characters before it",
         )
+
+
+def _refuse_false_chain(url: str) -> None:
+    """Refuse `::` after a filesystem that opens no other one: fsspec ends the path there, and writes elsewhere."""
+    import fsspec
+
+    for link in url.split("::")[:-1]:
+        scheme = link.partition("://")[0]
+        known = scheme in fsspec.available_protocols()
+        kinds = fsspec.get_filesystem_class(scheme).__mro__ if known else ()
+        if not any({"fo", "target_protocol"} & {*inspect.signature(kind.__init__).parameters} for kind in kinds):
+            raise InvalidURLError(
+                f"no URL can be chained to {scheme!r} by ::",
+                url=_shown(url),
+                remedy="Check the scheme before ::, and put ./ before the path of a local folder. Other names with :: "
+                "are possible in s3:// and gs:// URLs only",
+            )
 
 
 def _has_gcs() -> bool:
