@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import bucketpoint as bp
 from bucketpoint.dcp.planning import unused_keys
-from bucketpoint.dcp.planning.nested_state import nested
+from bucketpoint.dcp.planning.nested_state import INT_KEYS, nested, noted_int_keys
 from bucketpoint.errors import MismatchError
 from dcp.ranks import Ranks
 from dcp.states import same
@@ -38,7 +38,7 @@ def a_state() -> dict[Any, Any]:
         "optim": optimizer.state_dict(),
         "step": 7,
         "names": ["a", "b"],
-        "sizes": {0: 1, 10: [torch.ones(2), {"3": 4, -5: "x"}]},
+        "sizes": {0: 1, 10: [torch.ones(2), {"3": 4, -5: "x"}], 2**64: 2, -(10**19): 3},
     }
 
 
@@ -165,12 +165,23 @@ def test_refuses_paths_that_make_no_state(paths: dict[str, Any]) -> None:
         nested({"a": 1, "b": 2}, metadata)
 
 
+@pytest.mark.parametrize("listed", [[[["x"], ["9" * 10_000]]], [[["x"], [["9"]]]], [[["x"], None, 3]]])
+def test_refuses_integer_keys_that_are_none(listed: Any) -> None:
+    name = f"x.{'9' * 10_000}"
+    metadata = Metadata({name: BytesStorageMetadata()}, planner_data={name: tuple(name.split("."))})
+    metadata.bucketpoint = {"format": 1, INT_KEYS: listed}  # type: ignore[attr-defined]
+    with pytest.raises(bp.MetadataError, match="integer key"):
+        nested({name: 1}, metadata, noted_int_keys(metadata))
+
+
 def save_shards(rank: int, world: int, url: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world,))
-    bp.save({"w": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "n": {rank: rank, 9: 9}}, url)
+    bp.save(
+        {"w": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "n": {rank: rank, 9: 9, 10**rank * 2**64: 1}}, url
+    )
 
 
 def test_loads_alone_in_a_process_of_a_job_without_a_process_group(
@@ -202,16 +213,16 @@ def test_loads_on_any_rank_alone_what_many_saved_and_beside_a_save(two_ranks: Ra
     url = f"file://{tmp_path}"
     two_ranks.run(save_shards, f"{url}/a")
     assert two_ranks.run(load_alone_beside_a_save, url) == [[0.0, 1.0, 2.0, 3.0, 4.0], None]
-    assert same(bp.load(f"{url}/a"), {"w": torch.arange(5.0), "n": {0: 0, 1: 1, 9: 9}})
+    assert same(bp.load(f"{url}/a"), {"w": torch.arange(5.0), "n": {0: 0, 1: 1, 9: 9, 2**64: 1, 10 * 2**64: 1}})
 
 
 # Into a state
 
 
 def test_loads_integer_keys_of_a_state_in_place(tmp_path: Path) -> None:
-    saved = {"a": {0: 101, 1: [102, {2: 103}], None: "t", "3": 4}}
+    saved = {"a": {0: 101, 1: [102, {2**64: 103}], None: "t", "3": 4}}
     bp.save(saved, f"{tmp_path}/a")
-    state: dict[Any, Any] = {"a": {0: 1, 1: [2, {2: 3}], None: "", "3": 0}}
+    state: dict[Any, Any] = {"a": {0: 1, 1: [2, {2**64: 3}], None: "", "3": 0}}
     bp.load(state, f"{tmp_path}/a")
     assert same(state, saved)
     # At the top too, and what any planner saved.

@@ -25,6 +25,9 @@ INT_KEYS = "int_keys"
 """Name of the list of `IntKeys` in bucketpoint's part of the metadata."""
 
 _DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
+"""A key that is an integer where no keys are listed. A listed key may have more digits."""
+
+_ANY_DECIMAL = re.compile(r"0|-?[1-9][0-9]*")
 _MOST_DEPTH = 200
 _FREE_PLACES = 1 << 16
 """Limit on the length of all lists together, plus 16 for each value: paths in damaged metadata may claim any length."""
@@ -38,8 +41,10 @@ def int_keys_of(state: Mapping[Any, Any]) -> tuple[IntKeys, ...]:
         path, value = waiting.pop()
         if isinstance(value, Mapping):
             if any(type(key) is int for key in value):
+                integers = tuple(str(key) for key in value if type(key) is int)
                 alike = any(type(key) is str and _DECIMAL.fullmatch(key) for key in value)
-                int_keys.append((path, tuple(str(key) for key in value if type(key) is int) if alike else None))
+                listed = alike or not all(map(_DECIMAL.fullmatch, integers))
+                int_keys.append((path, integers if listed else None))
             parts: Iterable[tuple[Any, Any]] = ((str(key), part) for key, part in value.items())
         else:
             parts = enumerate(value)
@@ -57,14 +62,12 @@ def noted_int_keys(metadata: Metadata, *, url: str | None = None) -> tuple[IntKe
     Raises:
         MetadataError: the record is malformed.
     """
-    int_keys: dict[Path, frozenset[str] | None] = {}
     try:
-        for listed, keys in extra(metadata).get(INT_KEYS, []):
-            path = tuple(listed)
-            # A path occurs several times if ranks have different keys.
-            before = int_keys.get(path, frozenset())
-            int_keys[path] = None if keys is None or before is None else before | frozenset(keys)
-        return tuple((path, keys if keys is None else tuple(sorted(keys))) for path, keys in int_keys.items())
+        listed = extra(metadata).get(INT_KEYS, [])
+        # Text sorts, and what cannot be a key is refused. A path occurs several times if ranks have different keys.
+        return tuple(
+            dict.fromkeys((tuple(path), keys if keys is None else tuple(sorted(keys))) for path, keys in listed)
+        )
     except (TypeError, ValueError):
         raise MetadataError("The metadata has a malformed list of integer keys", url=url) from None
 
@@ -113,7 +116,9 @@ def nested(
         MetadataError: paths in the metadata contradict each other, or claim lists far longer than the number of values.
     """
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    ints = {path: keys if keys is None else frozenset(keys) for path, keys in int_keys}
+    ints: dict[Path, set[str | None]] = {}
+    for listed_path, keys in int_keys:
+        ints.setdefault(listed_path, set()).update((None,) if keys is None else keys)
     root: dict[Any, Any] = {}
     for fqn, value in values.items():
         path = paths.get(fqn, (fqn,))
@@ -138,9 +143,18 @@ def nested(
         kinds = {type(key) for key in node}
         parts = {key: converted(part, (*path, key)) for key, part in node.items()}
         if kinds <= {str}:
-            listed = ints.get(path, frozenset())
-            integers = {key for key in parts if (listed is None or key in listed) and _DECIMAL.fullmatch(key)}
-            return {int(key) if key in integers else key: part for key, part in parts.items()}
+            listed = ints.get(path, set())
+            integers = {key for key in parts if key in listed and _ANY_DECIMAL.fullmatch(key)}
+            integers |= {key for key in parts if None in listed and _DECIMAL.fullmatch(key)}
+            try:
+                return {int(key) if key in integers else key: part for key, part in parts.items()}
+            except ValueError:
+                raise MetadataError(
+                    "The metadata has an integer key with more digits than Python converts",
+                    url=url,
+                    key=".".join(map(str, path)),
+                    remedy="If you saved this key, call sys.set_int_max_str_digits first",
+                ) from None
         name = ".".join(map(str, path))
         if not path or (kinds == {int} and min(parts) < 0):
             raise MetadataError("The metadata has no path in the state for this item", url=url, key=name)
