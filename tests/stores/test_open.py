@@ -486,6 +486,11 @@ def test_makes_no_request_and_no_client_by_opening_a_store(
         ("s3://bucket/run", {"key": "id", "secret": "s", "endpoint_url": "http://user:hush-hush@127.0.0.1:port"}),
         ("gs://bucket/run", {"token": "anon", "endpoint_url": "http://user:hush-hush/x@127.0.0.1:1"}),
         ("gs://bucket/run", {"token": "hush-hush"}),
+        ("s3://bucket/run", {"key": "id", "secret": b"hush-hush"}),
+        ("s3://bucket/run", {"key": "id", "secret": "s", "token": 12345}),
+        ("s3://bucket/run", {"region": 7}),
+        ("s3://bucket/run", {"client_kwargs": {"aws_access_key_id": "id", "aws_secret_access_key": b"hush-hush"}}),
+        ("gs://bucket/run", {"token": "anon", "user_agent": 5}),
         ("ftp://127.0.0.1:1/run", {"username": "user", "password": "hush-hush"}),
     ],
 )

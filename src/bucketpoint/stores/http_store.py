@@ -61,11 +61,14 @@ class StoreOptions:
     retry_deadline_s: float = DEADLINE_S
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            if option.type in ("str", "str | None"):
+                check_text(option.name, getattr(self, option.name))
         self._check_positive("connections")
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)
-        if value is not None and value < 1:
+        if value is not None and not (isinstance(value, int | float) and value >= 1):
             raise BucketpointError(f"{name} must be at least 1, not {value}")
 
     @classmethod
@@ -114,6 +117,15 @@ class StoreOptions:
     def cache_key(self) -> tuple[Any, ...]:
         """Return a hashable value that is equal for options that can share one client, in this environment."""
         return tuple(frozen(getattr(self, option.name)) for option in fields(self))
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise BucketpointError if an option is neither text nor None. The message omits its value, perhaps a secret."""
+    if value is not None and not isinstance(value, str):
+        raise BucketpointError(
+            f"the storage option {name} is {type(value).__name__}, not text",
+            remedy="Write it in quotes: YAML, for example, reads digits as a number",
+        )
 
 
 CAPABILITIES = Capabilities(

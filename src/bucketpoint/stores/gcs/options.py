@@ -52,7 +52,7 @@ class GCSOptions(StoreOptions):
     uploads: str = "auto"
     user_agent: str | None = None
     max_attempts: int | None = None
-    ca_bundle: str | None = None
+    ca_bundle: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

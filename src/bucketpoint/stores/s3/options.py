@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.stores.http_store import StoreOptions
+from bucketpoint.stores.http_store import StoreOptions, check_text
 
 _MAPPINGS = ("client_kwargs", "config_kwargs", "request_kwargs")
 
@@ -94,6 +94,8 @@ class S3Options(StoreOptions):
         for name in _MAPPINGS:
             if not isinstance(getattr(self, name), Mapping):
                 raise BucketpointError(f"the storage option {name} is not a mapping", remedy="Pass a dict")
+        for name in ("aws_access_key_id", "aws_secret_access_key", "aws_session_token"):
+            check_text(f"client_kwargs[{name!r}]", self.client_kwargs.get(name))
         for name, value in self.request_kwargs.items():
             # boto3's error message would quote the value.
             if name.endswith("SSECustomerKey") and not isinstance(value, str | bytes):
