@@ -70,6 +70,13 @@ def test_restores_what_ranks_save_and_lists_on_the_coordinator_alone(ranks: Rank
     assert [answer[3] for answer in answers] == [1, 0]
 
 
+@pytest.mark.filterwarnings("error:torch.distributed is disabled")
+def test_saves_and_restores_in_one_process_without_a_warning_of_dcp(tmp_path: Path) -> None:
+    save(str(tmp_path), 1)
+    with CheckpointManager(str(tmp_path), policy=policy()) as manager:
+        assert manager.restore(state(0)).step == 1
+
+
 def test_raises_on_every_rank_for_a_damaged_step_that_was_asked_for_by_number(ranks: Ranks, root: str) -> None:
     ranks.run(scenarios.save_steps, root, [10, 20])
     damage(root, 20)

@@ -326,6 +326,9 @@ def async_save(
         if no_dist
         else replace(SavingRanks.of_job(), together=together)
     )
+    if group is None:
+        # Not only for this call: DCP warns on the thread of the upload.
+        error_boundary.expect_one_process()
     if group is None or not use_collectives or dist.get_rank(group) == 0:
         handle._on_commit = on_commit
     alone = group is None or not use_collectives or dist.get_world_size(group) == 1

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
-from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded, interrupt_in
+from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded, expect_one_process, interrupt_in
 from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
 from bucketpoint.dcp.session import checked_seconds
 from bucketpoint.errors import BucketpointError, first_of
@@ -75,8 +75,7 @@ def collective_call(
         with retry.deadline(call.ends - time.monotonic()), call.cut.over_here(), warnings.catch_warnings():
             call.join()
             if call.group is None:
-                # The process works alone on purpose, so DCP need not warn.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+                expect_one_process()
             yield call
     except BaseException as error:
         reason = call.failed(error)

@@ -81,7 +81,8 @@ def write_side_files(folder: str | os.PathLike[str], name: str, item: Any) -> No
     """Write a checkpoint with one item into a folder, because megatron reads that item without a strategy."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save({name: item}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    with errors_of_dcp(os.fspath(folder)):
+        dcp.save({name: item}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     save_config(CheckpointingConfig("torch_dist"), os.fspath(folder))
 
 
