@@ -9,12 +9,12 @@ This module also reserves descriptors 0 to 2, to which libraries write even in a
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,7 +37,6 @@ class _Renewal:
 
 _renewals: dict[int, _Renewal] = {}
 _numbers = itertools.count()
-_registered = False
 
 
 def renew_in_child(
@@ -59,51 +58,41 @@ def renew_in_child(
     renewals = _renewals
     reference = weakref.ref(owner, lambda _: renewals.pop(number, None))
     renewals[number] = _Renewal(reference, in_child, before, in_parent)
-    _register()
 
 
-class ProcessLock:
-    """Lock that is free in each forked child, whichever thread holds it at the fork.
+def process_lock(forget: Callable[[], object] = lambda: None) -> threading.Lock:
+    """Return a lock that is free in each forked child, whichever thread holds it at the fork.
+
+    It is the interpreter's own lock, as `with` has to enter it in C: a signal's handler that raises, as at Ctrl-C, can
+    end an `__enter__` in Python after it has taken the lock, and then no `__exit__` releases it.
 
     Args:
         forget: called in a child, to drop the objects that the lock guards, which belong to the parent.
-        holders: number of threads that may hold the lock at a time.
     """
 
-    def __init__(self, forget: Callable[[], None] | None = None, *, holders: int = 1) -> None:
-        self._new = threading.Lock if holders == 1 else functools.partial(threading.Semaphore, holders)
-        self._lock = self._new()
-        self._forget = forget
-        self._used = False
+    def renew(lock: Any) -> None:
+        lock._at_fork_reinit()
+        forget()
 
-    def acquire(self, *, blocking: bool = True) -> bool:
-        if not self._used:
-            # Registered on first use: some of these locks are created at import, which must have no effect on forks.
-            self._used = True
-            renew_in_child(self, ProcessLock._renew)
-        return self._lock.acquire(blocking)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    __enter__ = acquire
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def _renew(self) -> None:
-        self._lock = self._new()
-        if self._forget is not None:
-            self._forget()
+    lock = threading.Lock()
+    renew_in_child(lock, renew)
+    return lock
 
 
-def _register() -> None:
-    """Register with the interpreter on first use, so that importing bucketpoint has no effect on forks."""
-    global _registered
-    with no_fork:
-        if not _registered and hasattr(os, "register_at_fork"):
-            os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
-        _registered = True
+class Monitor(type(threading.RLock()), threading.Condition):  # type: ignore[misc]
+    """`threading.Condition` that `with` enters in C: see `process_lock`."""
+
+    def __init__(self) -> None:
+        # All that `Condition` needs besides the methods of the lock.
+        self._waiters: deque[Any] = deque()
+
+
+class Event(threading.Event):
+    """`threading.Event` whose methods enter its condition in C: see `process_lock`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cond = Monitor()
 
 
 def _before() -> None:
@@ -136,6 +125,10 @@ def _call(moment: str) -> None:
             except Exception:
                 # The other owners are still renewed.
                 logger.exception("a %s of the parent was not renewed in a fork", type(owner).__qualname__)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def occupy_standard_descriptors() -> None:

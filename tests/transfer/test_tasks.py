@@ -99,6 +99,11 @@ threading.Thread(target=late).start()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
+def test_does_not_keep_the_interpreter_if_an_interrupt_left_the_group_open() -> None:
+    code = "from bucketpoint.transfer import TaskGroup; TaskGroup(1).start(int)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_lowers_the_priority_of_threads_but_not_of_the_one_that_waits_for_them() -> None:
     found: list[int] = []
     mine = os.getpriority(os.PRIO_PROCESS, 0)

@@ -17,7 +17,7 @@ from bucketpoint.catalog.catalog import Catalog, other_run
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.records import process_name, write_record
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
-from bucketpoint.forks import ProcessLock
+from bucketpoint.forks import process_lock
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import AttemptKey, UploadKey
 from bucketpoint.format.record import CommitRecord
@@ -220,7 +220,7 @@ class RunRetention:
         self._root = self._open(self.policy.root) if self.policy.root is not None else None
         self._logs: dict[str, SaveLog] = {}
         self._warned = False
-        self._lock = ProcessLock()
+        self._lock = process_lock()
         self.pruning: PruneWorker | None = None
         """The worker of the run of this process's last save."""
 
@@ -268,4 +268,4 @@ class RunRetention:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = ProcessLock()
+        self._lock = process_lock()

@@ -35,7 +35,7 @@ from bucketpoint.dcp.session import check_types
 from bucketpoint.dcp.stats import CommitInfo, OnCommit, SaveStats, SaveTimes, end_save, note_failure, tell
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
-from bucketpoint.forks import renew_in_child
+from bucketpoint.forks import Monitor, renew_in_child
 from bucketpoint.staging import Lease, SavingRanks, StagedState, Stager
 from bucketpoint.transfer import Progress
 
@@ -57,6 +57,7 @@ class SaveHandle(Future[Metadata]):
         super().__init__()
         self.url = url
         self.staged: Future[None] = Future()
+        self._condition, self.staged._condition = Monitor(), Monitor()
         self._lease: Lease | None = None
         self._at_end: error_boundary.LastSave | None = None
         self._returned = False
@@ -135,13 +136,15 @@ class SaveHandle(Future[Metadata]):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for the end of the save. Return True if the save has committed or failed."""
-        return bool(concurrent.futures.wait([self], timeout).done)
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            super().exception(timeout)
+        return self.done()
 
     def _leave_to_parent(self) -> None:
         # In a fork no thread ends this save, so a wait would never end.
         futures: tuple[Future[Any], ...] = (self, self.staged)
         for future in futures:
-            vars(future).update(_condition=threading.Condition(), _waiters=[], _done_callbacks=[])
+            vars(future).update(_condition=Monitor(), _waiters=[], _done_callbacks=[])
             if not future.done():
                 future.set_exception(
                     BucketpointError(

@@ -24,6 +24,7 @@ from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded, expect_
 from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
 from bucketpoint.dcp.session import checked_seconds
 from bucketpoint.errors import BucketpointError, first_of
+from bucketpoint.forks import Event, Monitor
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import retry
 from bucketpoint.stores.cutoff import RequestCanceller
@@ -128,12 +129,12 @@ class CollectiveCall:
         self._received: Failure | None = None
         self._stages: dict[int, str | None] | None = None
         self._storeless = False
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         # Used only by the thread that uses the job's TCP store.
         self._thread: threading.Thread | None = None
         self._meeting: Meeting | None = None
         self._told = False
-        self._wake = threading.Event()
+        self._wake = Event()
         self._look_s = max(_LOOK_S, len(ranks) / _LOOKS_A_SECOND)
 
     # -- called by the work -------------------------------------------------------------------------------------------
@@ -199,8 +200,8 @@ class CollectiveCall:
     def leave(self) -> None:
         """Free the timer, thread and group of the call; after a success, wait until all ranks have finished."""
         self._leaving = True
-        if self._timer.ident is not None:
-            self._timer.cancel()
+        self._timer.cancel()
+        if self._timer.is_alive():
             self._timer.join()
         self._wake.set()
         if self._thread is not None:

@@ -25,7 +25,7 @@ from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.dcp.meeting import ANSWERS_WITHIN_S, Failure, Meeting, named, poll
 from bucketpoint.errors import LISTED, BucketpointError, PeerFailedError
-from bucketpoint.forks import ProcessLock
+from bucketpoint.forks import process_lock
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Mesh] = weakref.WeakValu
 _beside: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 """For each caller's group, the mesh over the same ranks, which is kept for as long as one of these groups exists."""
 
-_making = ProcessLock()
+_making = process_lock()
 
 
 @dataclass(eq=False)

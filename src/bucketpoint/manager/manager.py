@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ from bucketpoint.dcp.session import check_types, checked_seconds, whole_step
 from bucketpoint.dcp.stats import OnCommit
 from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
-from bucketpoint.forks import renew_in_child
+from bucketpoint.forks import Event, renew_in_child
 from bucketpoint.location import Location
 from bucketpoint.manager.ranks import COLLECTIVE_TIMEOUT, Ranks
 from bucketpoint.manager.restoring import Restored, attempt, restored
@@ -512,7 +511,7 @@ class CheckpointManager:
     def _leave_to_parent(self) -> None:
         # In a forked process: the save under way, the collectives and the catalog's records are the parent's.
         self._closed = True
-        self._running = replace(self._running, settled=threading.Event())
+        self._running = replace(self._running, settled=Event())
         self._running.settled.set()
 
     def _left_s(self) -> float | None:

@@ -34,6 +34,7 @@ from bucketpoint.errors import (
     RanksDisagreeError,
     WrongRegionError,
 )
+from bucketpoint.forks import Event
 from bucketpoint.manager.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Running:
     step: int
     handle: SaveHandle
     full: bool = True
-    settled: threading.Event = field(default_factory=threading.Event)
+    settled: Event = field(default_factory=Event)
     _metrics: list[Mapping[str, float]] | None = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from bucketpoint.forks import ProcessLock
+from bucketpoint.forks import process_lock
 from bucketpoint.stores.cutoff import give_up_when_cut
 from bucketpoint.version import __version__
 
@@ -70,7 +70,7 @@ class ClientCache(Generic[C]):
         self._build, self._prefixes, self._variables, self._credentials = build, prefixes, variables, credentials
         self._clients: dict[tuple[Any, ...], C] = {}
         # Two processes that write to one TLS connection would garble it.
-        self._lock = ProcessLock(self._clients.clear)
+        self._lock = process_lock(self._clients.clear)
 
     def get(self, options: Any, pin: FirstEnvironment | None = None) -> C:
         """Return the client for these options and `pin` (None: the current environment), built at the first call."""

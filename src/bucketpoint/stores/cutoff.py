@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from bucketpoint.errors import EndpointError
+from bucketpoint.forks import Event
 
 T = TypeVar("T")
 
@@ -209,7 +210,7 @@ class RequestCanceller:
 
     def __init__(self, ends: float) -> None:
         self._ends = ends
-        self._made = threading.Event()
+        self._made = Event()
         self._lock = threading.Lock()
         self._held: dict[int, Any] = {}
         self._called: dict[int, str] = {}
@@ -279,7 +280,7 @@ def give_up_when_cut(call: Callable[[], T], what: str) -> T:
     if cut is None or _caller.get() is not None:
         return call()
     outcome: list[tuple[T | None, BaseException | None]] = []
-    done = threading.Event()
+    done = Event()
 
     def run() -> None:
         try:

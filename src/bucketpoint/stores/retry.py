@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, ThrottledError
-from bucketpoint.forks import ProcessLock, renew_in_child
+from bucketpoint.forks import Monitor, process_lock, renew_in_child
 from bucketpoint.stores.cutoff import current_cut, current_end, until
 from bucketpoint.stores.outage import Outage, store_of
 
@@ -111,7 +111,7 @@ class ConcurrencyLimiter:
     def __init__(self) -> None:
         self.answered = False
         self.limit = math.inf
-        self._state = threading.Condition()
+        self._state = Monitor()
         self._peak = 0
         self._running = 0
         self._epoch = 0
@@ -163,7 +163,7 @@ class Budget:
     tokens: float = BUDGET_TOKENS
     counts: Counter[str] = field(default_factory=Counter)
     outages: dict[str, Outage] = field(default_factory=dict)
-    _lock: ProcessLock = field(default_factory=ProcessLock, repr=False)
+    _lock: threading.Lock = field(default_factory=process_lock, repr=False)
 
     def take(self) -> bool:
         with self._lock:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.forks import Monitor
 from bucketpoint.stores import ObjectInfo, Part, Store
 from bucketpoint.stores.base import crc_of
 from bucketpoint.transfer.checksum import crc32c
@@ -40,7 +40,7 @@ class StreamUpload(io.RawIOBase):
         self._part_bytes = part_bytes if limits.multipart else sys.maxsize
         self._most_copied = options.max_inflight_bytes
         self._group = TaskGroup(options.connections, name="bucketpoint-stream", nice=options.nice)
-        self._state = threading.Condition()
+        self._state = Monitor()
         self._pieces: list[memoryview] = []
         self._copies = bytearray()
         self._pending = 0

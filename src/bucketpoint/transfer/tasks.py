@@ -22,9 +22,14 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.forks import Event, Monitor
 from bucketpoint.stores import retry
 
 logger = logging.getLogger(__name__)
+
+_IDLE_S = 2.0
+"""Seconds after which a thread without a task ends. Interrupts may keep a group's owner from closing the group, and the
+interpreter's exit waits for its threads."""
 
 
 class TaskGroup:
@@ -42,7 +47,7 @@ class TaskGroup:
         self._workers = workers
         self._name = name
         self._nice = nice
-        self._state = threading.Condition()
+        self._state = Monitor()
         self._queue: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = 0
@@ -50,7 +55,7 @@ class TaskGroup:
         self._running_here = False
         self._closing = False
         self._error: BaseException | None = None
-        self._failed = threading.Event()
+        self._failed = Event()
 
     @property
     def cancelled(self) -> bool:
@@ -99,21 +104,20 @@ class TaskGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.cancel(error)
-        with self._state:
-            try:
+        try:
+            if error is not None:
+                self.cancel(error)
+            with self._state:
                 self._state.wait_for(lambda: not self._queue and not self._running)
-            except BaseException as interrupt:
-                self._error = self._error or interrupt
-                self._failed.set()
-                self._queue.clear()
-                raise
-            finally:
+        except BaseException as interrupt:
+            self.cancel(interrupt)
+            raise
+        finally:
+            with self._state:
                 self._closing = True
                 self._state.notify_all()
-        for thread in self._threads:
-            thread.join()
+            for thread in self._threads:
+                thread.join()
         first, self._error = self._error, self._error or RuntimeError("the task group has ended")
         if first is not None and error is None:
             try:
@@ -154,13 +158,16 @@ class TaskGroup:
         with self._state:
             if wait:
                 self._idle += 1
-                self._state.wait_for(lambda: bool(self._queue) or self._closing)
+                self._state.wait_for(lambda: bool(self._queue) or self._closing, _IDLE_S)
                 self._idle -= 1
             if not self._queue:
                 self._running_here &= wait
+                if not self._closing:
+                    self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
                 return False
             task = self._queue.popleft()
-            self._running += 1
+            # Not counted on the thread that leaves the group, which an interrupt may stop before it counts down.
+            self._running += wait
         try:
             task()
         except BaseException as error:  # noqa: BLE001 (raised where the group is left)
@@ -168,7 +175,7 @@ class TaskGroup:
         finally:
             del task
             with self._state:
-                self._running -= 1
+                self._running -= wait
                 self._state.notify_all()
         return True
 
@@ -200,7 +207,7 @@ class BufferPool:
     def __init__(self, limit_bytes: int, *, grain: int = 1 << 20) -> None:
         self._limit = limit_bytes
         self._grain = grain
-        self._state = threading.Condition()
+        self._state = Monitor()
         self._taken = 0
         self._kept = 0
         self._free: dict[int, list[mmap.mmap | bytearray]] = {}

@@ -15,7 +15,7 @@ from bucketpoint.catalog.deletion.remove import Discard, bury_discards, united
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.records import process_name
 from bucketpoint.errors import BucketpointError
-from bucketpoint.forks import ProcessLock, renew_in_child
+from bucketpoint.forks import Event, process_lock, renew_in_child
 from bucketpoint.format.keys import new_token
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.setting_types import written
@@ -54,7 +54,7 @@ class Throttle:
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], object] | None = None
     ) -> None:
-        self._hurried = threading.Event()
+        self._hurried = Event()
         self._clock = clock
         self._wait = wait or self._hurried.wait
         self._left = 0.0
@@ -379,7 +379,7 @@ class PruneWorker:
 
 
 _workers: dict[tuple[str, ...], PruneWorker] = {}
-_looking = ProcessLock(_workers.clear)
+_looking = process_lock(_workers.clear)
 
 
 def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
 from bucketpoint.dcp.meshes import Mesh
 from bucketpoint.dcp.process_groups import backend_of
 from bucketpoint.errors import PeerFailedError
+from bucketpoint.forks import Monitor
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Extent, Meter, Request, TaskGroup, TransferOptions, plan_requests
 from bucketpoint.transfer.download import Assembly
@@ -161,7 +161,7 @@ class SharedLoad:
         meter.expect(sum(cell.nbytes for cell in mine) + sum(request.nbytes for request in self._alone))
 
         # The attributes below that other threads use are changed only while the condition is held.
-        self._state = threading.Condition()
+        self._state = Monitor()
         self._error: BaseException | None = None
         self._alone_left = len(self._alone)
         self._cells = deque(mine)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.errors import BucketpointError
-from bucketpoint.forks import ProcessLock, renew_in_child
+from bucketpoint.forks import renew_in_child
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import OPTIM
 from bucketpoint.format.index.ref import is_index
@@ -158,7 +159,7 @@ class EarlierSaves:
         renew_in_child(self, EarlierSaves._begin)
 
     def _begin(self) -> None:
-        self._lock = ProcessLock()
+        self._lock = threading.Lock()
         self._kept: dict[str, list[EarlierSave]] = {}
         self._committed: dict[str, tuple[str, str]] = {}
         self._moments: dict[str, dict[str, _Moments]] = {}

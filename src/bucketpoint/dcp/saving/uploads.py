@@ -49,7 +49,7 @@ from bucketpoint.errors import (
     HelperUnavailableError,
     first_fault,
 )
-from bucketpoint.forks import ProcessLock
+from bucketpoint.forks import process_lock
 from bucketpoint.format.catalog_keys import GroupRule
 from bucketpoint.format.item_info import read_item
 from bucketpoint.location import Location
@@ -269,7 +269,7 @@ class Uploads:
 
     def __init__(self, options: TransferOptions) -> None:
         self._options = options
-        self._lock = ProcessLock()
+        self._lock = process_lock()
         self._made: UploadHelper | None = None
         # True if the options exclude a process, or once a process was refused; never reset.
         self._on_threads = options.background == "thread"

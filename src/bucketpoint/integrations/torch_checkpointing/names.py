@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.errors import CorruptDataError, InvalidURLError, ObjectNotFoundError
-from bucketpoint.forks import ProcessLock
+from bucketpoint.forks import process_lock
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import Block
 from bucketpoint.transfer.checksum import combine, crc32c
@@ -43,7 +43,7 @@ LINK, MARKER = "@l.", "@dx."
 VERSION = re.compile(r"@[fl]\.([0-9a-f]{16})\.([A-Za-z0-9_-]*)\.[0-9a-f]{8}")
 """Name of a file's object in a temporary directory, or from version 0.2. Groups: token and attempt."""
 
-_lock = ProcessLock()
+_lock = process_lock()
 _last = 0
 
 

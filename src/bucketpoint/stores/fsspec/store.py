@@ -30,7 +30,7 @@ from bucketpoint.errors import (
     StoreError,
     UploadNotFoundError,
 )
-from bucketpoint.forks import ProcessLock
+from bucketpoint.forks import process_lock
 from bucketpoint.stores.base import (
     UNDECIDED,
     Buffers,
@@ -65,8 +65,8 @@ _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 # Conditions that the service does not check are checked in this process, under this lock: one writer at a time.
-_one_writer = ProcessLock()
-_one_trial = ProcessLock()
+_one_writer = process_lock()
+_one_trial = process_lock()
 
 _found: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, tuple[bool, bool, bool]]] = weakref.WeakKeyDictionary()
 """Results of trials by filesystem and by bucket: `Driver.creates`, `replaces` and `checks` as the trial found them. A
