@@ -5,14 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 import bucketpoint as bp
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer, errors
+from bucketpoint.dcp.planning.rank_state import compared_digests
 from kit import checkpoints
 from kit.failures import failure_of
 from kit.servers import S3Server, free_port
@@ -115,3 +118,19 @@ def test_needs_no_rights_beyond_put_get_and_abort_in_a_trainer_and_get_in_a_read
     assert "PutObject" in str(error)
     for options in (trainer, only_read):
         assert checkpoints.load(url, S3Reader(storage_options=options), elements=elements) == 2.0
+
+
+def digests(state: dict[str, Any], url: str) -> None:
+    compared_digests(create_default_local_save_plan(state, is_coordinator=True).items, state)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096])
+@pytest.mark.parametrize("view", [torch.detach, torch.t, lambda whole: whole[1:]], ids=["whole", "columns", "rows"])
+@pytest.mark.parametrize("use", [bp.save, lambda *args: bp.async_save(*args).result(), bp.load, digests])
+def test_refuses_a_tensor_whose_storage_was_freed_or_shrunk(use: Any, view: Any, nbytes: int, tmp_path: Path) -> None:
+    state, url = {"empty": torch.ones(2, 0), "model": {"w": view(torch.ones(512, 64))}}, str(tmp_path)
+    bp.save(state, url)
+    state["model"]["w"].untyped_storage().resize_(nbytes)
+    with pytest.raises(bp.BucketpointError, match=r"shape \(\d+, \d+\) has no memory") as caught:
+        use({"model.w": state["model"]["w"]} if use is digests else state, url)
+    assert caught.value.key == "model.w"

@@ -9,6 +9,31 @@ from math import prod
 
 import torch
 
+from bucketpoint.errors import BucketpointError
+
+ADDRESSED_DEVICES = frozenset({"cpu", "cuda", "xpu"})
+"""Device types whose `data_ptr()` is an address."""
+
+
+def refuse_freed(tensor: torch.Tensor, key: str | None = None, kind: type[BucketpointError] = BucketpointError) -> None:
+    """Raise an error of class `kind` if the storage of a plain strided tensor is too small for its elements.
+
+    FSDP1 frees storages with `resize_(0)`. Access to such a tensor ends the process or the context of its device.
+    """
+    count = tensor.numel()
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not count or not plain or tensor.is_nested or tensor.device.type not in ADDRESSED_DEVICES:
+        return
+    if not tensor.is_contiguous():
+        count = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    end = (tensor.storage_offset() + count) * tensor.element_size()
+    if end > tensor.untyped_storage().nbytes() or not tensor.data_ptr():
+        raise kind(
+            f"A {tensor.dtype} tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed or shrunk",
+            key=key,
+            remedy="Get the state of FSDP from its state_dict functions, or leave this tensor out",
+        )
+
 
 def is_viewable(tensor: torch.Tensor) -> bool:
     """Return True if the elements lie in host memory in C order, so that they can be sent or received in place."""

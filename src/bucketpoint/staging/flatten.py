@@ -20,10 +20,8 @@ from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
 from bucketpoint.errors import UNSAVEABLE, BucketpointError, StagingError
+from bucketpoint.format.tensor_bytes import ADDRESSED_DEVICES, refuse_freed
 from bucketpoint.format.torch_zip import FRAMEABLE
-
-ADDRESSED_DEVICES = frozenset({"cpu", "cuda", "xpu"})
-"""Device types whose `data_ptr()` is an address, by which overlapping tensors are found."""
 
 _IMMUTABLE = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range}
@@ -204,6 +202,7 @@ class FlatState:
                 "A tensor on the meta device has no data to save",
                 remedy="Materialise it (module.to_empty, then initialise) or leave it out of the state",
             )
+        refuse_freed(value, kind=StagingError)
         # Kept alive, as other tensors are by `sources`: while the memo has its id, no other object may get the id.
         self._alive.append(value)
         try:

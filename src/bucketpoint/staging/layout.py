@@ -18,7 +18,7 @@ import torch
 
 from bucketpoint.errors import StagingError
 from bucketpoint.forks import renew_in_child
-from bucketpoint.format.tensor_bytes import contiguous_strides
+from bucketpoint.format.tensor_bytes import contiguous_strides, refuse_freed
 from bucketpoint.staging.pool import ALIGNMENT, Arena, Place
 
 Copy: TypeAlias = tuple[torch.Tensor, int]
@@ -68,9 +68,7 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Arena
         if size == 0:
             layout.places[index] = (source.dtype, source.shape, source.stride(), 0)
             continue
-        if address == 0:
-            # The storage has been freed (`resize_(0)`): reading it would end the process.
-            raise StagingError(f"A {source.dtype} tensor of shape {tuple(source.shape)} has no memory to copy from")
+        refuse_freed(source, kind=StagingError)
         if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source, address):
             gappy.append(index)
             dense.setdefault(source.device, [])

@@ -21,7 +21,7 @@ from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.index.view import ChunkShapes
 from bucketpoint.format.item_info import ItemInfo, read_item
-from bucketpoint.format.tensor_bytes import Box, Runs, blocks_of, is_viewable, tensor_bytes
+from bucketpoint.format.tensor_bytes import Box, Runs, blocks_of, is_viewable, refuse_freed, tensor_bytes
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class ReadPlan:
                         f"The planner requested {list(item.lengths)} but passed a tensor of shape {list(target.shape)}",
                         key=item.dest_index.fqn,
                     )
+                refuse_freed(target, item.dest_index.fqn)
             if item.storage_index.fqn in quantized:
                 resolved.append(self._quantized(item, target))
             else:

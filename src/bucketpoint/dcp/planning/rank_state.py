@@ -25,7 +25,7 @@ from bucketpoint.dcp.planning.items import MIN_SLICE_BYTES, SHARD, Table, packed
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata.coverage import RANK
-from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable
+from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, refuse_freed
 
 DIGEST_BYTES = 4
 
@@ -90,7 +90,7 @@ def compared_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> by
     values, replicas = _compared(_rows(items))
     digests = [_digest(state.get(name), budget) for name in values]
     # An older coordinator does not expect digests of replicas; due to their length it then compares nothing.
-    return b"".join(digests + [_sample(state.get(name)) for name in replicas])
+    return b"".join(digests + [_sample(name, state.get(name)) for name in replicas])
 
 
 _Row: TypeAlias = tuple[str, bool, tuple[TensorProperties, torch.Size] | None]
@@ -165,9 +165,10 @@ def _differing(sent: Sequence[tuple[tuple[str, ...], bytes]]) -> list[str]:
     return sorted(name for name, found in seen.items() if len(found) > 1)
 
 
-def _sample(value: Any) -> bytes:
+def _sample(name: str, value: Any) -> bytes:
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
         return bytes(_SAMPLE_BYTES)
+    refuse_freed(value, name)
     nbytes = value.numel() * value.element_size()
     if is_viewable(value):
         # Copying a few bytes is faster than making a view of the whole tensor.
@@ -228,6 +229,7 @@ def _describe(value: Any, say: Any, budget: list[int]) -> None:
     elif kind is torch.Tensor:
         if value.device.type != "cpu" or not value.is_contiguous() or value.nbytes > _MAX_BYTES:
             raise _UnknownError
+        refuse_freed(value)
         say(f"{value.dtype}{tuple(value.shape)}".encode())
         say(bytes(value.detach().reshape(-1).view(torch.uint8).tolist()))
     elif kind.__module__ == "numpy" and hasattr(value, "tobytes") and not getattr(value.dtype, "hasobject", True):

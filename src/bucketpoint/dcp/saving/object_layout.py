@@ -23,7 +23,7 @@ from bucketpoint.format.catalog_keys import GroupRule, group_of
 from bucketpoint.format.pickles.items import read_item
 from bucketpoint.format.pickles.vocabulary import RefusedError, UnreadableError
 from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
-from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, tensor_bytes
+from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, refuse_freed, tensor_bytes
 from bucketpoint.format.torch_zip import frameable, tensor_frame
 from bucketpoint.stores import Capabilities, ObjectInfo
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
@@ -221,6 +221,8 @@ def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObjec
 
 def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Segment]:
     """Return header, payload and trailer of a tensor that can be framed, or one segment for any other item."""
+    if isinstance(data, torch.Tensor):
+        refuse_freed(data, write.index.fqn)
     if isinstance(data, torch.Tensor) and frameable(data):
         if is_viewable(data):
             return framed_segments(data.dtype, data.shape, data=tensor_bytes(data))
