@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
-from bucketpoint import BucketReader, BucketWriter, UnsafeDataError, latest_checkpoint
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, UnsafeDataError, latest_checkpoint
 from bucketpoint.format.metadata.plain import read_record
 from dcp.states import assert_loads, assert_same, varied
 from kit import checkpoints
@@ -147,6 +148,27 @@ def test_pickles_writer_and_reader_as_configuration_without_secrets(service: Ser
     dcp.save({"w": torch.zeros(2)}, storage_writer=again, no_dist=True)
     assert service.secret is None or service.secret not in repr(again)
     assert pickle.loads(pickle.dumps(service.reader(root))).checkpoint_id == root
+
+
+@pytest.mark.parametrize("step", ["create_local_plan", "finish_plan"])
+def test_loads_two_checkpoints_on_two_threads_with_one_reader(tmp_path: Path, step: str) -> None:
+    """The load on the other thread runs within this planner's step, between two steps of the reader."""
+    one, two, other = f"{tmp_path}/1", f"{tmp_path}/2", []
+    for value, url in enumerate((one, two), 1):
+        checkpoints.save(url, value)
+    reader, planner, target = BucketReader(), LoadPlanner(), checkpoints.state_of(0)
+    planned = getattr(planner, step)
+
+    def interrupted(*args: Any) -> Any:
+        thread = threading.Thread(target=lambda: other.append((checkpoints.load(two, reader), reader.url)))
+        thread.start()
+        thread.join()
+        return planned(*args)
+
+    setattr(planner, step, interrupted)
+    dcp.load(target, checkpoint_id=one, storage_reader=reader, planner=planner, no_dist=True)
+    assert_same(target, checkpoints.state_of(1))
+    assert (other, reader.url) == ([(2.0, two)], one)
 
 
 class TakesNoMeta(DefaultSavePlanner):

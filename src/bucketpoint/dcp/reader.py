@@ -21,13 +21,14 @@ from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_eta
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
-from bucketpoint.dcp.planning.agreement import CommitRead, agree_on_commit, commit_read
+from bucketpoint.dcp.planning.agreement import agree_on_commit, commit_read
 from bucketpoint.dcp.planning.unused_keys import compare_keys, find_unmatched
 from bucketpoint.dcp.process_groups import this_rank, world_size
 from bucketpoint.dcp.progress_bar import describe, progress_callback
-from bucketpoint.dcp.session import Located, as_url
+from bucketpoint.dcp.session import LoadSession, Located, as_url
 from bucketpoint.dcp.stats import LoadStats, note_load, requests_of
 from bucketpoint.errors import (
+    BucketpointError,
     CheckpointDeletedError,
     CheckpointNotFoundError,
     CorruptDataError,
@@ -110,15 +111,20 @@ class BucketReader(Located, StorageReader):
 
             self._cooperation = Cooperation(cooperative, process_group)
         self._registry = ExtensionRegistry() if _extension_registry is None else _extension_registry
-        self._metadata: Metadata | None = None
-        self._commit: CommitRead | None = None
-        self._plans: list[LoadPlan] = []
-        self._failure: Exception | None = None
-        self._in_load = False
+        self._load = LoadSession()
         self._stats: LoadStats | None = None
-        self._begun = self._read_metadata_at = time.monotonic()
-        self._counts: Counter[str] = Counter()
-        self._former_counts: Counter[str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_load"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._load = LoadSession()
+
+    @property
+    def url(self) -> str | None:
+        """URL of this thread's latest load, or else the URL from the constructor."""
+        return self._load.url or self._url
 
     # -- methods in the order in which DCP calls them -----------------------------------------------------------------
 
@@ -126,12 +132,9 @@ class BucketReader(Located, StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load, from `checkpoint_id` if it is given. Called on all ranks."""
         if checkpoint_id is not None:
-            self._url = as_url(checkpoint_id)
-        self._metadata = None
-        self._commit = None
-        self._plans = []
-        self._failure = None
-        self._in_load = True
+            self._load.url = as_url(checkpoint_id)
+        load = self._load
+        load.metadata, load.commit, load.plans, load.failure, load.in_load = None, None, (), None, True
         self._begin()
         self._leave()
         self._wait_for_saves()
@@ -153,12 +156,12 @@ class BucketReader(Located, StorageReader):
         rank = kwargs.get("rank")
         if rank is not None:
             return self._after_failure(int(rank))
-        in_load, self._in_load = self._in_load, False
+        in_load, self._load.in_load = self._load.in_load, False
         if not in_load:
             # Without a `checkpoint_id` DCP never calls `reset`.
             self._begin()
         self._wait_for_saves()
-        self._failure = None
+        self._load.failure = None
 
         def read() -> bytes:
             # Opens the store, so it is called after the ranks have met: a rank that fails here keeps no other waiting.
@@ -167,10 +170,10 @@ class BucketReader(Located, StorageReader):
         try:
             if self._cooperation is None:
                 return self._decode(read())
-            self._cooperation.connect(self._url)
+            self._cooperation.connect(self.url)
             return self._decode(self._cooperation.read_once(read))
         except Exception as error:
-            self._failure = error
+            self._load.failure = error
             self._leave()
             if not in_load or self._may_be_by_rank(error):
                 raise
@@ -186,7 +189,7 @@ class BucketReader(Located, StorageReader):
         """Return True if the checkpoint may have been saved without collectives, with metadata of each rank."""
         if not isinstance(failure, CheckpointNotFoundError):
             return False
-        store, prefix = self._open(self._url)
+        store, prefix = self._open(self.url)
         try:
             store.head(keys.join(prefix, keys.rank_metadata(0)))
         except ObjectNotFoundError:
@@ -197,7 +200,7 @@ class BucketReader(Located, StorageReader):
         return True
 
     def _after_failure(self, rank: int) -> Metadata:
-        failure = self._failure
+        failure = self._load.failure
         if failure is None:
             return self._read_of_rank(rank)
         # After a failure DCP reads the metadata again, and turns a second error into an assertion. So the reason is
@@ -220,7 +223,7 @@ class BucketReader(Located, StorageReader):
     def _wait_for_saves(self) -> None:
         """Wait for background saves of this thread, so that their collectives do not mix with those of the load."""
         if world_size() > 1:
-            take_turn(f"the load of {self._url}")
+            take_turn(f"the load of {self.url}")
 
     @dcp_call
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -228,14 +231,14 @@ class BucketReader(Located, StorageReader):
         self.rank = int(kwargs.get("rank") or 0)
         if isinstance(metadata, Unread):
             raise metadata.__dict__["_reason"]
-        self._metadata = metadata
-        self._read_metadata_at = time.monotonic()
+        self._load.metadata = metadata
+        self._load.read_metadata_at = time.monotonic()
 
     @dcp_call
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add to the plan a statement with the commit that this rank has read. Called on all ranks."""
         # A custom planner may use `storage_data` of the plan.
-        return replace(plan, storage_data=self._commit) if plan.storage_data is None else plan
+        return replace(plan, storage_data=self._load.commit) if plan.storage_data is None else plan
 
     @dcp_call
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -245,25 +248,31 @@ class BucketReader(Located, StorageReader):
             RanksDisagreeError: the ranks load different commits, because their URLs differ or another job has replaced
                 the checkpoint. No data has been read into the state.
         """
-        self._plans = agree_on_commit(plans, self._url)
-        return self._plans
+        self._load.plans = agreed = agree_on_commit(plans, self.url)
+        return agreed
 
     @dcp_call
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the planner's tensors; return when all have arrived. Called on all ranks."""
         started = time.monotonic()
-        plans, self._plans = self._plans, []
-        if plans and type(planner) is DefaultLoadPlanner and self._metadata is not None:
+        if self._load.metadata is None:
+            raise BucketpointError(
+                "This thread has begun no load",
+                url=self.url,
+                remedy="Call the methods of a reader, for each load, on one thread",
+            )
+        plans, self._load.plans = self._load.plans, ()
+        if plans and type(planner) is DefaultLoadPlanner:
             # `LoadPlanner` compares the keys of all ranks. torch's planner reports no unmatched keys of other ranks.
             flat = planner.state_dict
-            unmatched = find_unmatched(flat, planner.original_state_dict, self._metadata.state_dict_metadata)
-            compare_keys(self._metadata, plans, flat, unmatched).log(self._url, losses_only=True)
+            unmatched = find_unmatched(flat, planner.original_state_dict, self._load.metadata.state_dict_metadata)
+            compare_keys(self._load.metadata, plans, flat, unmatched).log(self.url, losses_only=True)
         pool = BufferPool(self.transfer.max_inflight_bytes)
         # In a cooperative load, any error in this context is reported to the other ranks.
         group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
         with group, progress_callback(self.progress, self.rank or 0, this_rank()) as callback:
-            store, prefix = self._open(self._url)
-            meter = Meter("load", str(self._url), 0, callback)
+            store, prefix = self._open(self.url)
+            meter = Meter("load", str(self.url), 0, callback)
 
             plan_here = functools.partial(self._requests, plan, planner, store, prefix, pool, meter)
             try:
@@ -276,29 +285,29 @@ class BucketReader(Located, StorageReader):
             except (ObjectNotFoundError, PreconditionFailedError) as error:
                 raise CorruptDataError(
                     f"The checkpoint is damaged: a data object is missing or was replaced: {error.message}",
-                    url=self._url,
+                    url=self.url,
                     # Stores name the object by its URL.
                     key=(error.url or "").removeprefix(f"{store.url.rstrip('/')}/") or None,
                 ) from error
             meter.finish()
         ended = time.monotonic()
-        self._stats = LoadStats(
+        self._stats = stats = LoadStats(
             rank=this_rank(),
-            metadata_s=self._read_metadata_at - self._begun,
-            planning_s=started - self._read_metadata_at,
+            metadata_s=self._load.read_metadata_at - self._load.begun,
+            planning_s=started - self._load.read_metadata_at,
             read_s=ended - started,
-            total_s=ended - self._begun,
+            total_s=ended - self._load.begun,
             read_bytes=meter.done_bytes - meter.node_bytes,
             node_bytes=meter.node_bytes,
-            requests=requests_of(self._counts),
-            retried=self._counts["retried"],
-            throttled=self._counts["throttled"],
+            requests=requests_of(self._load.counts),
+            retried=self._load.counts["retried"],
+            throttled=self._load.counts["throttled"],
         )
         # Later requests of this thread do not belong to this load, but perhaps to a save whose planner made this load.
-        retry.count_into(self._former_counts)
-        note_load(self._stats, str(self._url))
+        retry.count_into(self._load.former_counts)
+        note_load(stats, str(self.url))
         level = logging.INFO if not self.rank else logging.DEBUG
-        describe(logger, level, "loaded", self._url, meter, started)
+        describe(logger, level, "loaded", self.url, meter, started)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -315,24 +324,24 @@ class BucketReader(Located, StorageReader):
     # -- one load -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._begun = self._read_metadata_at = time.monotonic()
-        self._counts = Counter()
-        self._stats = None
-        self._former_counts = retry.count_into(self._counts)
+        load, self._stats = self._load, None
+        load.begun = load.read_metadata_at = time.monotonic()
+        load.counts = Counter()
+        load.former_counts = retry.count_into(load.counts)
 
     def _source(self) -> MetadataSource:
         # Once decoded, a byte of `.metadata` takes at least 16 bytes of memory.
         most = self.transfer.max_metadata_bytes >> 4
-        place = *self._open(self._url), str(self._url)
+        place = *self._open(self.url), str(self.url)
         return MetadataSource(*place, self.transfer.read_attempts, most, self.dequantize)
 
     def _decode(self, data: bytes) -> Metadata:
         if is_index(data):
-            metadata = decode_index(data, url=self._url)
+            metadata = decode_index(data, url=self.url)
         else:
             most = self.transfer.max_metadata_bytes
-            metadata = decode_metadata(data, trusted=self.trusted, url=self._url, most=most)
-        self._commit = commit_read(token_of(metadata), data, *self._open(self._url), str(self._url))
+            metadata = decode_metadata(data, trusted=self.trusted, url=self.url, most=most)
+        self._load.commit = commit_read(token_of(metadata), data, *self._open(self.url), str(self.url))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -342,12 +351,12 @@ class BucketReader(Located, StorageReader):
     def _read_of_rank(self, rank: int) -> Metadata:
         metadata = self._decode(self._source().get(keys.rank_metadata(rank))[0])
         # Each rank has different metadata with a different token, so only the place can be compared.
-        self._commit = commit_read(None, b"", *self._open(self._url), str(self._url))
+        self._load.commit = commit_read(None, b"", *self._open(self.url), str(self.url))
         saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
             raise MismatchError(
                 f"The checkpoint was saved by {saved} ranks without collectives (no_dist), but {here} ranks load it",
-                url=self._url,
+                url=self.url,
                 rank=rank,
                 remedy="Load it on as many ranks as saved it: each rank has only its own metadata",
             )
@@ -356,28 +365,29 @@ class BucketReader(Located, StorageReader):
     def _requests(
         self, plan: LoadPlan, planner: LoadPlanner, store: Store, prefix: str, pool: BufferPool, meter: Meter
     ) -> list[Request]:
-        assert self._metadata is not None
+        metadata = self._load.metadata
+        assert metadata is not None
         quantization = None
-        if (fact := extra(self._metadata).get(QUANTIZATION)) is not None:
+        if (fact := extra(metadata).get(QUANTIZATION)) is not None:
             from bucketpoint.checkpoint.safetensors_folder import Quantization
 
             quantization = Quantization.of(fact)
         reads = ReadPlan(
-            self._metadata,
+            metadata,
             planner,
             prefix=prefix,
-            etags=committed_etags(self._metadata, store, self._url),
+            etags=committed_etags(metadata, store, self.url),
             options=self.transfer,
             transforms=self._registry,
             trusted=self.trusted,
-            shapes=ChunkShapes(self._metadata),
+            shapes=ChunkShapes(metadata),
             quantization=quantization,
         )
 
         def read_now(extents: Iterable[Extent]) -> None:
             fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
 
-        return plan_requests(load_extents(reads, plan.items, read_now, url=self._url), self.transfer)
+        return plan_requests(load_extents(reads, plan.items, read_now, url=self.url), self.transfer)
 
 
 class Unread(Metadata):

@@ -7,12 +7,15 @@ import numbers
 import operator
 import os
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
-from bucketpoint.dcp.planning.agreement import Statement
+from torch.distributed.checkpoint import LoadPlan, Metadata
+
+from bucketpoint.dcp.planning.agreement import CommitRead, Statement
 from bucketpoint.dcp.stats import SaveTimes
 from bucketpoint.errors import BucketpointError, InvalidURLError, RanksDisagreeError, first_of
 from bucketpoint.format.catalog_keys import MAX_STEP
@@ -153,6 +156,27 @@ class SaveSessions(threading.local):
         self.current, self._next = SaveSession(url, self.next_token()), None
         retry.count_into(self.current.times.counts)
         return self.current
+
+
+class LoadSession(threading.local):
+    """The load of each thread: DCP runs each load on one thread, and two loads must not share URL or metadata.
+
+    Attributes:
+        url: URL of the thread's latest load, if DCP passed one.
+        in_load: True from `reset` to `read_metadata`.
+    """
+
+    url: str | None = None
+    metadata: Metadata | None = None
+    commit: CommitRead | None = None
+    plans: Sequence[LoadPlan] = ()
+    failure: Exception | None = None
+    in_load = False
+    begun = read_metadata_at = 0.0
+    former_counts: Counter[str] | None = None
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
 
 
 # -- checks of arguments, whose errors name the wrong argument --------------------------------------------------------

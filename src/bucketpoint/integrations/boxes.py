@@ -43,13 +43,13 @@ class BoxReader(BucketReader):
         """Read the metadata at the first call, as `BucketReader` does, and return the same object at later calls."""
         if self._first is None:
             metadata: Metadata = super().read_metadata(*args, **kwargs)
-            if self._commit is not None:
-                self._first = metadata, self._commit
+            if self._load.commit is not None:
+                self._first = metadata, self._load.commit
             return metadata
-        self._in_load = False
+        self._load.in_load = False
         if self._cooperation is not None:
-            self._cooperation.connect(self._url)
-        self._commit = self._first[1]
+            self._cooperation.connect(self.url)
+        self._load.commit = self._first[1]
         return cast(Metadata, self._first[0])
 
     def load(

@@ -65,7 +65,7 @@ def load(path: Any, value: float = 1.0, items: int = 20, reader: Any = None, pla
     for name, expected in state(value, items)["model"].items():
         assert torch.equal(target["model"][name], expected), name
     assert target["step"] == 3
-    return type(getattr(reader, "_metadata", reader).__dict__.get("state_dict_metadata"))
+    return type(getattr(getattr(reader, "_load", None), "metadata", reader).__dict__.get("state_dict_metadata"))
 
 
 def index_files(path: Path) -> list[Path]:
@@ -270,7 +270,7 @@ def save_twice_and_load(rank: int, world: int, root: str, cooperative: str) -> t
         dcp.load(target, checkpoint_id=f"{root}/{step}", storage_reader=reader, planner=LoadPlanner())
         for number in range(TENSORS):
             assert target["model"][f"layer{number}"].to_local().unique().tolist() == [float(number + step)]
-    entries = reader._metadata.state_dict_metadata
+    entries = reader._load.metadata.state_dict_metadata
     return ("index" if isinstance(entries, Entries) else "pickle"), len(entries), reader.explain()
 
 

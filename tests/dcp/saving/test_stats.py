@@ -164,9 +164,9 @@ def test_counts_no_request_after_a_save_or_a_load_as_theirs() -> None:
     assert bucketpoint.latest_checkpoint("memory://bucket/run of test_stats") == url
     assert dict(writer.stats.requests) == saved
     dcp.load(state(1), storage_reader=reader, no_dist=True)
-    counted = dict(reader._counts)
+    counted = dict(reader._load.counts)
     assert bucketpoint.latest_checkpoint("memory://bucket/run of test_stats") == url
-    assert dict(reader._counts) == counted
+    assert dict(reader._load.counts) == counted
 
 
 def test_leaves_requests_of_a_save_with_it_during_a_load_within() -> None:

@@ -358,9 +358,9 @@ class BucketLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
         self._note_commit(reader)
 
     def _note_commit(self, reader: BucketReader) -> None:
-        if self._commits is None or reader._commit is None:
+        if self._commits is None or reader._load.commit is None:
             return
-        self._commits[reader._commit.commit] = reader._commit
+        self._commits[reader._load.commit.commit] = reader._load.commit
         if len(self._commits) > 1:
             raise CommitConflictError(
                 "Another checkpoint was committed here during the load, so it has read parts of both",
