@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import (
     TensorStorageMetadata,
     default_planner,
 )
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,9 +31,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bucketpoint import BucketWriter
 from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.global_plan import KEPT_PLANS, PlanCache, WriterMeta, plan_globally
+from bucketpoint.dcp.planning.nested_state import merged_int_keys, nested
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.planning.save_planner import SavePlanner
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, RanksDisagreeError
 from dcp.reshard_job import crossed
 
 pytestmark = pytest.mark.contract
@@ -320,3 +322,46 @@ def test_lets_a_writer_that_wraps_ours_count_what_was_written(tmp_path: Path) ->
     assert written == [("w", True)]
     with pytest.raises(BucketpointError, match="of another rank"):
         list(pickle.loads(pickle.dumps(Results(b"", b"", None, None, []))))
+
+
+W = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        ({"a": W}, {"a": {"b": W}}, r"rank 0: state\['a'\]; rank 1: state\['a'\]\['b'\] \[key=a,"),
+        ({"a": [W]}, {"a": {"x": W}}, r"rank 0: state\['a'\]\[0\]; rank 1: state\['a'\]\['x'\]"),
+        ({"a": [W]}, {"a": {"0": W}}, r"rank 0: state\['a'\]\[0\]; rank 1: state\['a'\]\['0'\]"),
+        ({"a.b": W}, {"a": {"b": W}}, r"rank 0: state\['a.b'\]; rank 1: state\['a'\]\['b'\]"),
+        ({"a": {1: W}}, {"a": {"2": W}}, r"rank 0: integers as keys; rank 1: the text '2' as a key \[key=a.2,"),
+        ({"a": {"1": W}}, {"a": {1: W, "2": W}}, r"rank 0: the text '1' as a key; rank 1: integers as keys"),
+        ({1: W}, {"2": W}, "the text '2' as a key"),
+        ({"a": {0: W, 1: W}}, {"a": {4: W}, "b": {"4": W}}, None),
+        ({"a": {1: W, "2": W}}, {"a": {3: W, "4": W, "x": W}}, None),
+        ({"a": {1: W}}, {"a": {"x": W, 2: W}}, None),
+        ({"a": [W]}, {"a": [[W], W]}, r"rank 0: state\['a'\]\[0\]; rank 1: state\['a'\]\[0\]\[0\] \[key=a.0,"),
+        ({"a": {"layer0": W, "list": [W, W]}}, {"a": {"layer4": W, "list": [W, W, W]}}, None),
+        ({"a": {}, "b": W}, {"a": {"c": W}, "b": W}, None),
+    ],
+)
+def test_refuses_structures_of_ranks_exactly_where_a_load_would_not_restore_both(
+    first: dict[Any, Any], second: dict[Any, Any], named: str | None
+) -> None:
+    job = Job(2)
+    if named is not None:
+        with pytest.raises(RanksDisagreeError, match=named):
+            job.plan([first, second])
+        return
+    job.plan([first, second])
+    plan = next(iter(job.planners[0]._cache.agreed.values()))
+    loaded = nested(dict.fromkeys(plan.metadata.planner_data), plan.metadata, merged_int_keys(plan.int_keys).items())
+    for held in (first, second):
+        assert {*plan.metadata.planner_data.values()} >= {*flatten_state_dict(held)[1].values()}
+        assert all(loaded[key].keys() >= part.keys() for key, part in held.items() if isinstance(part, dict))
+
+
+@pytest.mark.parametrize("state", [{1: W, "1": W}, {"a": {1: [W], "1": {"x": W}}}, {"a": {1: {"x": W}, "1": {"y": W}}}])
+def test_refuses_two_keys_of_a_dict_with_the_same_text(state: dict[Any, Any]) -> None:
+    with pytest.raises(BucketpointError, match=r"have the same text.*key=(a\.)?1"):
+        Job(1).ask([state])

@@ -11,8 +11,10 @@ import itertools
 import time
 import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,7 +22,8 @@ from torch.distributed.checkpoint import LoadPlan, Metadata, SavePlan, TensorSto
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
-from bucketpoint.dcp.planning.items import assigned_items
+from bucketpoint.dcp.planning.items import assigned_items, unpack_mappings
+from bucketpoint.dcp.planning.nested_state import Path, integers_of, merged_int_keys
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
@@ -271,6 +274,86 @@ def _in_words(items: Iterable[WriteItem]) -> str:
         part = "" if chunk == size else f", chunk {list(chunk)} at {list(data.chunk.offsets)}"
         words.append(f"{dtype}{strided} {list(size)}{part}".replace("torch.", ""))
     return " and ".join(dict.fromkeys(words))
+
+
+# -- structures -------------------------------------------------------------------------------------------------------
+
+
+def merged_mappings(plans: Sequence[SavePlan]) -> dict[str, Path]:
+    """Merge the mappings of the ranks' `SavePlanner`s from flat names to paths.
+
+    Raises:
+        RanksDisagreeError: a load that builds the state from the merged mappings would refuse them, or change a
+            rank's structure.
+    """
+    every = [plan.planner_data for plan in plans]
+    parts = unpack_mappings([local.mappings for local in every])
+    whole: dict[str, Path] = {}
+    # The dicts and lists: for each one the type of the keys, and the first path through it.
+    nodes: dict[Path, tuple[type, Path]] = {}
+    for part in parts.values():
+        for name, path in part.items():
+            if whole.setdefault(name, path) != path:
+                _refuse_paths(plans, parts, whole[name], path)
+            for depth in range(len(path) - 1, -1, -1):
+                kind, first = nodes.setdefault(path[:depth], (type(path[depth]), path))
+                if kind is not type(path[depth]):
+                    _refuse_paths(plans, parts, first, path)
+                if first is not path:
+                    break
+    for path in whole.values():
+        if path in nodes:
+            _refuse_paths(plans, parts, path, nodes[path][1])
+    _agree_on_int_keys(plans, parts)
+    return whole
+
+
+def _agree_on_int_keys(plans: Sequence[SavePlan], parts: Mapping[bytes, Mapping[str, Path]]) -> None:
+    """Raise RanksDisagreeError if the merged record of integer keys makes an integer of a rank's text key."""
+    every = _by_rank([plan.planner_data for plan in plans], [plan.storage_data for plan in plans])
+    merged = merged_int_keys({record for local in every.values() for record in local.int_keys})
+    if not merged:
+        return
+    depths = {len(node) for node in merged}
+    keys_in: dict[bytes, dict[Path, set[str]]] = {blob: defaultdict(set) for blob in parts}
+    for blob, part in parts.items():
+        for path in part.values():
+            for depth in depths:
+                if depth < len(path) and path[:depth] in merged:
+                    keys_in[blob][path[:depth]].add(str(path[depth]))
+    for (mappings, int_keys), alike in groupby(every, lambda rank: (every[rank].mappings, every[rank].int_keys)):
+        rank, own = next(alike), merged_int_keys(int_keys)
+        for node, keys in itertools.chain.from_iterable(keys_in[blob].items() for blob in mappings):
+            listed = own.get(node, set())
+            if listed == merged[node] or not (texts := integers_of(keys, merged[node]) - integers_of(keys, listed)):
+                continue
+            text = min(texts)
+            other = next(
+                each for each in every if integers_of([text], merged_int_keys(every[each].int_keys).get(node, ()))
+            )
+            stated = {other: (int, "integers as keys"), rank: (str, f"the text {text!r} as a key")}
+            _refuse_structures(stated, (*node, text))
+
+
+def _refuse_paths(plans: Sequence[SavePlan], parts: Mapping[bytes, Mapping[str, Path]], *paths: Path) -> NoReturn:
+    every = _by_rank([plan.planner_data for plan in plans], [plan.storage_data for plan in plans])
+    stated = {
+        rank: (path, "state" + "".join(f"[{key!r}]" for key in path))
+        for rank, local in every.items()
+        for path in paths
+        if any(parts[blob].get(".".join(map(str, path))) == path for blob in local.mappings)
+    }
+    _refuse_structures(stated, min(paths, key=len))
+
+
+def _refuse_structures(stated: Mapping[int, tuple[Any, str]], path: Path) -> NoReturn:
+    _refuse(
+        "The ranks' states have different structures at one key",
+        stated,
+        None,
+        "Give the key a value, a list or a dict on all ranks, and a dict keys of one type; or use different keys",
+        key=".".join(map(str, path)),
+    )
 
 
 def descriptions(items: Iterable[WriteItem]) -> bytes:

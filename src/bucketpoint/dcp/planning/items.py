@@ -260,20 +260,10 @@ def _sections(values: Iterable[T], key: Callable[[T], str]) -> list[list[T]]:
     return sections if len(sections) <= _SECTIONS else [list(values)]
 
 
-def merged_mappings(packed: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
-    """Merge the mappings of all ranks, like `dict(ChainMap(*mappings))`: where ranks differ, the first rank counts."""
-    sections: dict[bytes, dict[str, Any]] = {}
-    whole: dict[str, Any] = {}
-    before = None
-    for blobs in reversed(packed):
-        if blobs == before:
-            continue
-        before = blobs
-        for blob in blobs:
-            if blob not in sections:
-                sections[blob] = dict(pickle.loads(zlib.decompress(blob)))
-            whole.update(sections[blob])
-    return whole
+def unpack_mappings(packed: Sequence[tuple[bytes, ...]]) -> dict[bytes, dict[str, Any]]:
+    """Return the decoded parts of all ranks' mappings, in the order of `ChainMap`: those of the last rank first."""
+    distinct = dict.fromkeys(blob for blobs, _ in groupby(reversed(packed)) for blob in blobs)
+    return {blob: dict(pickle.loads(zlib.decompress(blob))) for blob in distinct}
 
 
 def unpack_table(blob: bytes) -> Table:

@@ -7,12 +7,12 @@ integer keys, and a load restores these keys.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint import Metadata
 
-from bucketpoint.errors import MetadataError
+from bucketpoint.errors import BucketpointError, MetadataError
 from bucketpoint.format.metadata.facts import extra
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -34,20 +34,31 @@ _FREE_PLACES = 1 << 16
 
 
 def int_keys_of(state: Mapping[Any, Any]) -> tuple[IntKeys, ...]:
-    """Return the paths of the dicts with integer keys in a state, and those keys."""
+    """Return the paths of the dicts with integer keys in a state, and those keys.
+
+    Raises:
+        BucketpointError: two keys of a dict have the same text, so that one path would name two values.
+    """
     int_keys: list[IntKeys] = []
     waiting: list[tuple[Path, Any]] = [((), state)]
     while waiting:
         path, value = waiting.pop()
+        parts: Iterable[tuple[Any, Any]] = enumerate(value)
         if isinstance(value, Mapping):
+            texts = {str(key): part for key, part in value.items()}
+            if len(texts) < len(value):
+                twice = next(key for key in value if type(key) is not str and list(map(str, value)).count(str(key)) > 1)
+                raise BucketpointError(
+                    "Two keys of a dict in the state have the same text, and a checkpoint has keys as text",
+                    key=".".join(map(str, (*path, twice))),
+                    remedy="Rename one of the keys",
+                )
+            parts = texts.items()
             if any(type(key) is int for key in value):
                 integers = tuple(str(key) for key in value if type(key) is int)
                 alike = any(type(key) is str and _DECIMAL.fullmatch(key) for key in value)
                 listed = alike or not all(map(_DECIMAL.fullmatch, integers))
                 int_keys.append((path, integers if listed else None))
-            parts: Iterable[tuple[Any, Any]] = ((str(key), part) for key, part in value.items())
-        else:
-            parts = enumerate(value)
         waiting += [((*path, key), part) for key, part in parts if isinstance(part, (Mapping, list))]
     return tuple(sorted(int_keys, key=str))
 
@@ -70,6 +81,23 @@ def noted_int_keys(metadata: Metadata, *, url: str | None = None) -> tuple[IntKe
         )
     except (TypeError, ValueError):
         raise MetadataError("The metadata has a malformed list of integer keys", url=url) from None
+
+
+def merged_int_keys(int_keys: Iterable[IntKeys]) -> dict[Path, set[str | None]]:
+    """Merge the records of all ranks. None is in the set if a rank lists no keys of the dict."""
+    merged: dict[Path, set[str | None]] = {}
+    for path, keys in int_keys:
+        merged.setdefault(path, set()).update((None,) if keys is None else keys)
+    return merged
+
+
+def integers_of(keys: Iterable[str], listed: Collection[str | None]) -> set[str]:
+    """Return which keys of a dict become integers in a load. `listed`: the dict's entry in `merged_int_keys`."""
+    return {
+        key
+        for key in keys
+        if (key in listed and _ANY_DECIMAL.fullmatch(key)) or (None in listed and _DECIMAL.fullmatch(key))
+    }
 
 
 def integer_like(metadata: Metadata) -> set[Path]:
@@ -116,9 +144,7 @@ def nested(
         MetadataError: paths in the metadata contradict each other, or claim lists far longer than the number of values.
     """
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    ints: dict[Path, set[str | None]] = {}
-    for listed_path, keys in int_keys:
-        ints.setdefault(listed_path, set()).update((None,) if keys is None else keys)
+    ints = merged_int_keys(int_keys)
     root: dict[Any, Any] = {}
     for fqn, value in values.items():
         path = paths.get(fqn, (fqn,))
@@ -143,9 +169,7 @@ def nested(
         kinds = {type(key) for key in node}
         parts = {key: converted(part, (*path, key)) for key, part in node.items()}
         if kinds <= {str}:
-            listed = ints.get(path, set())
-            integers = {key for key in parts if key in listed and _ANY_DECIMAL.fullmatch(key)}
-            integers |= {key for key in parts if None in listed and _DECIMAL.fullmatch(key)}
+            integers = integers_of(parts, ints.get(path, ()))
             try:
                 return {int(key) if key in integers else key: part for key, part in parts.items()}
             except ValueError:

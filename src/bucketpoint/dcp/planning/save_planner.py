@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from bucketpoint.dcp.planning.agreement import rank_of
+from bucketpoint.dcp.planning.agreement import merged_mappings, rank_of
 from bucketpoint.dcp.planning.global_plan import (
     GlobalPlan,
     PlanCache,
@@ -42,7 +42,6 @@ from bucketpoint.dcp.planning.items import (
     assigned_items,
     content_digest,
     items_of,
-    merged_mappings,
     pack_mappings,
     packed_items,
 )
@@ -201,8 +200,8 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """Set the state to save and the writer's `storage_meta`. Called on all ranks."""
         self._thread = threading.get_ident()
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._int_keys = int_keys_of(state_dict) if self.flatten_state_dict else ()
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._writer_is_ours = isinstance(storage_meta, WriterMeta)
 
     def create_local_plan(self) -> SavePlan:
@@ -237,7 +236,8 @@ class SavePlanner(DefaultSavePlanner):
 
         Raises:
             BucketpointError: the ranks' chunks overlap, or do not cover their tensors.
-            RanksDisagreeError: a rank uses another planner, or ranks hold different tensors under one name.
+            RanksDisagreeError: a rank uses another planner, or ranks hold different tensors or structures
+                under one name.
         """
         strangers = [rank for rank, plan in enumerate(all_plans) if not isinstance(plan.planner_data, _Local)]
         if strangers:
@@ -321,9 +321,9 @@ class SavePlanner(DefaultSavePlanner):
         content = _content(plans, apart) if self._keep_plans else None
         plan = self._cache.agreed.get(content) if content is not None else None
         if plan is None:
+            merged = merged_mappings(plans)
             plan = plan_globally(plans, tables, [local.node for local in every], apart)
             if self.flatten_state_dict:
-                merged = merged_mappings([local.mappings for local in every])
                 plan.metadata = replace(plan.metadata, planner_data=merged)
             plan.int_keys = sorted({paths for local in every for paths in local.int_keys}, key=str)
             plan.senders = [local.sender for local in every]
