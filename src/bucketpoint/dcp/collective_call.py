@@ -39,7 +39,7 @@ _LOOK_S = 0.25
 _LOOKS_A_SECOND = 4000
 """Limit on requests per second to the job's TCP store, from all idle ranks together."""
 
-_MOST_STAGE = 200
+_MOST_STAGE = 600
 _MOST_BUSY = 64
 
 ALONE: tuple[int, ...] = ()
@@ -247,7 +247,9 @@ class CollectiveCall:
     def _late(self, stages: Mapping[int, str | None]) -> BucketpointError:
         gone = [rank for rank, stage in stages.items() if stage is None]
         busy = [rank for rank, stage in stages.items() if stage]
-        reasons = [f"rank {rank} {stages[rank]}" for rank in busy[:16]]
+        parts = {rank: str(stages[rank]).partition("\n") for rank in busy}
+        reasons = [f"rank {rank} {parts[rank][0]}" for rank in busy[:16]]
+        remedies = [remedy for _, _, remedy in parts.values() if remedy]
         if gone:
             plural = len(gone) > 1
             # Without a group the call has not begun on all ranks.
@@ -262,7 +264,7 @@ class CollectiveCall:
         why = "; ".join(reasons) or "all ranks waited for each other"
         return self._error(
             f"{self._what} was not complete after {self._deadline_s:.0f} s: {why}",
-            "Read the log of that rank, or allow more time with deadline_s=",
+            remedies[0] if remedies else "Read the log of that rank, or allow more time with deadline_s=",
             *(gone or busy),
         )
 
@@ -279,6 +281,10 @@ class CollectiveCall:
             self._stopped, self._stage_then = kind, self._stage
             if self._stage and self.cut.called:
                 self._stage_then += f" ({self.cut.called} was still running)"
+            why, remedy = retry.ongoing_outage()
+            if self._stage and why:
+                # Other ranks receive the remedy with the stage, on a second line.
+                self._stage_then += f" ({why})\n{remedy or ''}"
             self._changed.notify_all()
         self.cut.make()
         mesh = self.mesh

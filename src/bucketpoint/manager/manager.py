@@ -50,6 +50,7 @@ from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.rows import FULL
 from bucketpoint.staging import Stager, StagingOptions
+from bucketpoint.stores.retry import ongoing_outage
 from bucketpoint.transfer import TransferOptions
 
 logger = logging.getLogger(__name__)
@@ -477,10 +478,11 @@ class CheckpointManager:
             logger.warning("SIGTERM: no save has begun since the signal, and %s", there)
         try:
             if not self.wait(0.0):
+                why, remedy = ongoing_outage()
                 raise BucketpointError(
-                    f"Step {running.step} was not committed within {self._grace_s} s of SIGTERM",
+                    f"Step {running.step} was not committed within {self._grace_s} s of SIGTERM{why and f': {why}'}",
                     url=running.handle.url,
-                    remedy="Give the job more time between SIGTERM and SIGKILL (grace_s), or save more often",
+                    remedy=remedy or "Give the job more time between SIGTERM and SIGKILL (grace_s), or save more often",
                 )
             saved = running.step >= 0 and not running.failed and not self._triggers.unanswered
             if saved and self.stop_asked and self._ranks.is_coordinator:

@@ -18,6 +18,9 @@ REPEAT_S = 60.0
 """Seconds between the warnings of one outage."""
 
 
+_TEXT_CHARS = 250
+
+
 class Outage:
     """One store's outage: the requests, from all threads, that have failed and are being retried.
 
@@ -31,10 +34,12 @@ class Outage:
         self._failing = 0
         self._since = 0.0
         self._told: float | None = None
+        self._error: StoreError | None = None
 
-    def enter(self, now: float) -> None:
+    def enter(self, error: StoreError, now: float) -> None:
         """Record that a request has failed for the first time."""
         with self._lock:
+            self._error = error
             if not self._failing:
                 self._since, self._told = now, None
             self._failing += 1
@@ -42,6 +47,7 @@ class Outage:
     def failed(self, error: StoreError, since: float, now: float) -> None:
         """Record that a request that first failed at `since` has failed again. Logs a warning if one is due."""
         with self._lock:
+            self._error = error
             if now - since < SILENT_S or (self._told is not None and now - self._told < REPEAT_S):
                 return
             self._told = now
@@ -56,6 +62,15 @@ class Outage:
             error.message,
             error.url,
         )
+
+    def ongoing(self, now: float) -> tuple[str, str | None] | None:
+        """Return what fails and the remedy, if the outage has lasted for `SILENT_S`."""
+        with self._lock:
+            error, seconds = self._error, now - self._since
+            if error is None or not self._failing or seconds < SILENT_S:
+                return None
+        text = f"{type(error).__name__}: {error.message}"[:_TEXT_CHARS]
+        return f"requests to {self._store} have failed for {seconds:.0f} s: {text}", error.remedy
 
     def leave(self, now: float, *, succeeded: bool) -> None:
         """Record that a request that had failed has succeeded, or was given up."""

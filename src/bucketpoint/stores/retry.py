@@ -199,6 +199,12 @@ def process_budget() -> Budget:
     return budget
 
 
+def ongoing_outage() -> tuple[str, str | None]:
+    """Return for the error of a wait that took too long what fails in this process, and the remedy; "" if nothing."""
+    outages = [each.ongoing(time.monotonic()) for each in list(process_budget().outages.values())]
+    return next((each for each in outages if each is not None), ("", None))
+
+
 @contextmanager
 def deadline(seconds: float) -> Iterator[float]:
     """Limit the retries of the block's requests, on this thread, to `seconds` from now.
@@ -273,7 +279,7 @@ def run(
                 now = time.monotonic()
                 if outage is None:
                     first, since, outage = last, now, budget.outages.setdefault(store_of(last), Outage(store_of(last)))
-                    outage.enter(now)
+                    outage.enter(last, now)
                 elif action is not Action.FATAL:
                     outage.failed(last, since, now)
                 waits = action in (Action.THROTTLE, Action.OUTAGE)

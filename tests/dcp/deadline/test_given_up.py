@@ -14,6 +14,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import bucketpoint as bp
+from bucketpoint.stores import outage
 from kit.failures import failure_of
 
 
@@ -72,3 +73,17 @@ def test_ends_a_look_up_that_does_not_return(
     if "credentials" in where:
         options = {"endpoint_url": "http://nowhere.invalid:10"}
     assert_late(lambda: saved("s3://bucket/a", storage_options=options), "GetObject|making the client")
+
+
+@pytest.mark.parametrize("call", [bp.save, bp.load])
+def test_names_the_outage_of_the_store_and_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(outage, "SILENT_S", 0.2)
+    options = {"endpoint_url": "http://127.0.0.1:1", "key": "a", "secret": "hush-hush"}
+    failed = str(failure_of(lambda: call({"w": torch.ones(4)}, "s3://bucket/a", deadline_s=1, storage_options=options)))
+    said = r"was not complete after 1 s: rank 0 was .* \(requests to s3://bucket have failed for 1 s: EndpointError: "
+    assert re.search(said, failed)
+    assert "Check the endpoint URL" in failed
+    assert "deadline_s" not in failed
+    assert "hush" not in failed
