@@ -25,7 +25,6 @@ from bucketpoint.dcp.planning.items import (
     AssignedItems,
     PlanItems,
     items_of,
-    merged_mappings,
     pack_mappings,
     packed_items,
 )
@@ -335,13 +334,14 @@ def test_distinguishes_an_answer_that_nobody_put_together_from_an_empty_list() -
             look(crossed)
 
 
-@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3), max_size=5), min_size=1, max_size=5))
-def test_merges_mappings_of_all_ranks_as_dcp_does(drawn: list[dict[str, int]]) -> None:
+@given(st.lists(st.lists(st.sampled_from("abcdef"), max_size=5, unique=True), min_size=1, max_size=5))
+def test_merges_mappings_of_all_ranks_as_dcp_does(drawn: list[list[str]]) -> None:
     from collections import ChainMap
 
-    mappings = [{name: (name if number else "top", number) for name, number in each.items()} for each in drawn]
+    mappings = [{name: ("top" if name in "abc" else name, name) for name in names} for names in drawn]
     crossed = [pickle.loads(pickle.dumps(pack_mappings(each))) for each in mappings]
-    assert list(merged_mappings(crossed).items()) == list(dict(ChainMap(*mappings)).items())
+    plans = [SavePlan([], planner_data=SimpleNamespace(mappings=each, int_keys=())) for each in crossed]
+    assert list(merged_mappings(plans).items()) == list(dict(ChainMap(*mappings)).items())
 
 
 # -- the balance ------------------------------------------------------------------------------------------------------
