@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from bucketpoint.dcp.planning.agreement import agree_on_tensors
+from bucketpoint.dcp.planning.agreement import agree_on_tensors, merged_mappings
 from bucketpoint.dcp.planning.global_plan import GlobalPlan, _validate, plan_globally, unpack_tables
 from bucketpoint.dcp.planning.items import (
     AssignedItems,
