@@ -342,7 +342,7 @@ def test_merges_mappings_of_all_ranks_as_dcp_does(drawn: list[list[str]]) -> Non
     mappings = [{name: ("top" if name in "abc" else name, name) for name in names} for names in drawn]
     crossed = [pickle.loads(pickle.dumps(pack_mappings(each))) for each in mappings]
     plans = [SavePlan([], planner_data=SimpleNamespace(mappings=each, int_keys=())) for each in crossed]
-    assert list(merged_mappings(plans).items()) == list(dict(ChainMap(*mappings)).items())
+    assert list(merged_mappings(plans, Metadata({})).items()) == list(dict(ChainMap(*mappings)).items())
 
 
 # -- the balance ------------------------------------------------------------------------------------------------------

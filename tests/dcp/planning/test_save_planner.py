@@ -343,6 +343,8 @@ W = torch.ones(2)
         ({"a": [W]}, {"a": [[W], W]}, r"rank 0: state\['a'\]\[0\]; rank 1: state\['a'\]\[0\]\[0\] \[key=a.0,"),
         ({"a": {"layer0": W, "list": [W, W]}}, {"a": {"layer4": W, "list": [W, W, W]}}, None),
         ({"a": {}, "b": W}, {"a": {"c": W}, "b": W}, None),
+        ({"a": None, "b": W}, {"a": {"c": W}, "b": W}, None),
+        ({"a": {"c": [W]}}, {"a": {"c": []}}, None),
     ],
 )
 def test_refuses_structures_of_ranks_exactly_where_a_load_would_not_restore_both(

@@ -35,6 +35,7 @@ from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, MAGIC, find_ref, index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
 from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.pickles.metadata_vocabulary import trailer
 from bucketpoint.format.storage_info import Columns, make_storage_info, pack
 from format.metadata.test_template import index_columns
 from kit.metadata import tensor_entry
@@ -468,7 +469,7 @@ def test_ignores_a_name_that_is_not_an_index_of_ours(path: str) -> None:
 def test_reads_metadata_itself_that_names_an_index_of_another_format(number: bytes) -> None:
     metadata, facts = example()
     data = encode_metadata(metadata, bucketpoint=facts, index=make_ref(TOKEN, WHOLE))
-    other = data.replace(b"bucketpoint-index/2 ", b"bucketpoint-index/" + number + b" ")
-    assert other != data
+    other = data[: -len(trailer(0))].replace(b"bucketpoint-index/2 ", b"bucketpoint-index/" + number + b" ")
+    assert b"index/" + number in other
     assert find_ref(other) is None
     assert decode_metadata(other) == metadata

@@ -279,12 +279,12 @@ def _in_words(items: Iterable[WriteItem]) -> str:
 # -- structures -------------------------------------------------------------------------------------------------------
 
 
-def merged_mappings(plans: Sequence[SavePlan]) -> dict[str, Path]:
+def merged_mappings(plans: Sequence[SavePlan], metadata: Metadata) -> dict[str, Path]:
     """Merge the mappings of the ranks' `SavePlanner`s from flat names to paths.
 
     Raises:
-        RanksDisagreeError: a load that builds the state from the merged mappings would refuse them, or change a
-            rank's structure.
+        RanksDisagreeError: a load that builds the state from the merged mappings would refuse a tensor or a dict, or
+            change a rank's structure.
     """
     every = [plan.planner_data for plan in plans]
     parts = unpack_mappings([local.mappings for local in every])
@@ -301,8 +301,9 @@ def merged_mappings(plans: Sequence[SavePlan]) -> dict[str, Path]:
                     _refuse_paths(plans, parts, first, path)
                 if first is not path:
                     break
-    for path in whole.values():
-        if path in nodes:
+    for name, path in whole.items():
+        # Ranks without a dict or list may have None or an empty list at its place, which give way in a load.
+        if path in nodes and isinstance(metadata.state_dict_metadata.get(name), TensorStorageMetadata):
             _refuse_paths(plans, parts, path, nodes[path][1])
     _agree_on_int_keys(plans, parts)
     return whole

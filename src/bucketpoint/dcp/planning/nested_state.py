@@ -153,12 +153,16 @@ def nested(
             raise MetadataError("The metadata has no path in the state for this item", url=url, key=fqn)
         node = root
         for part in path[:-1]:
+            if isinstance(node.get(part), _NestedLeaf) and node[part].is_empty:
+                del node[part]
             node = node.setdefault(part, {})
             if isinstance(node, _NestedLeaf):
                 raise _two_values(fqn, url)
-        if path[-1] in node:
+        leaf = _NestedLeaf(value)
+        if path[-1] not in node:
+            node[path[-1]] = leaf
+        elif isinstance(node[path[-1]], _NestedLeaf) or not leaf.is_empty:
             raise _two_values(fqn, url)
-        node[path[-1]] = _NestedLeaf(value)
     free_places = _FREE_PLACES + 16 * len(values)
 
     def converted(node: Any, path: Path) -> Any:
@@ -200,6 +204,11 @@ class _NestedLeaf:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    @property
+    def is_empty(self) -> bool:
+        """True for what a rank may have in place of another rank's dict or list."""
+        return self.value is None or (type(self.value) is list and not self.value)
 
 
 def _two_values(name: str, url: str | None) -> MetadataError:

@@ -321,8 +321,8 @@ class SavePlanner(DefaultSavePlanner):
         content = _content(plans, apart) if self._keep_plans else None
         plan = self._cache.agreed.get(content) if content is not None else None
         if plan is None:
-            merged = merged_mappings(plans)
             plan = plan_globally(plans, tables, [local.node for local in every], apart)
+            merged = merged_mappings(plans, plan.metadata)
             if self.flatten_state_dict:
                 plan.metadata = replace(plan.metadata, planner_data=merged)
             plan.int_keys = sorted({paths for local in every for paths in local.int_keys}, key=str)
