@@ -170,7 +170,8 @@ def plan_conversion(
     )  # fmt: skip
     if finished or not plan.objects:
         return plan
-    return replace(plan, replaces=replaces or will_replace(place, wanted, "", chosen.overwrite, removes=removes))
+    replaces = replaces if removes else will_replace(place, wanted, "", chosen.overwrite, removes=worker is not None)
+    return replace(plan, replaces=replaces)
 
 
 def run_conversion(

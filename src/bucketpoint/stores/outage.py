@@ -18,9 +18,6 @@ REPEAT_S = 60.0
 """Seconds between the warnings of one outage."""
 
 
-_TEXT_CHARS = 250
-
-
 class Outage:
     """One store's outage: the requests, from all threads, that have failed and are being retried.
 
@@ -69,7 +66,8 @@ class Outage:
             error, seconds = self._error, now - self._since
             if error is None or not self._failing or seconds < SILENT_S:
                 return None
-        text = f"{type(error).__name__}: {error.message}"[:_TEXT_CHARS]
+        # Cut, because each rank sends it to the others.
+        text = f"{type(error).__name__}: {error.message}"[:250]
         return f"requests to {self._store} have failed for {seconds:.0f} s: {text}", error.remedy
 
     def leave(self, now: float, *, succeeded: bool) -> None:
