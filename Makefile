@@ -18,6 +18,9 @@ ifdef TORCH_BACKEND
 export UV_TORCH_BACKEND := $(TORCH_BACKEND)
 endif
 
+# Container images set it; without bytecode each of the suite's processes would compile torch anew, for 4 s of CPU.
+unexport PYTHONDONTWRITEBYTECODE
+
 # make keeps the blanks before a trailing comment.
 override PYTHON3 := $(strip $(PYTHON3))
 override PYTHON := $(strip $(PYTHON))

@@ -15,8 +15,8 @@ from tests.simulation.shrink import shrunk, told
 
 from bucketpoint.catalog.deletion.state import CHANGES
 
-A_FEW, MANY = 40, 1000
-"""Schedules of each family. All of the first take some 15 s."""
+A_FEW, MANY = 20, 1000
+"""Schedules of each family. All of the first take some 10 s."""
 
 GUARD_SEEDS = 1500
 
