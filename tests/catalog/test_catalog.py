@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bucketpoint.catalog.catalog import Catalog, newest_folder
 from bucketpoint.catalog.deletion.state import schedule_deletion, undo
-from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
+from bucketpoint.catalog.notes import lease, note_restored, pin, reason_and_author, release, report, unpin
 from bucketpoint.catalog.records import adopt, read_record, reconcile
 from bucketpoint.catalog.run import templates_of
 from bucketpoint.catalog.save_log import SaveLog
@@ -199,9 +199,10 @@ def test_keeps_author_reason_and_end_of_a_pin(store: MemoryStore, catalog: Catal
     save(catalog, 100)
     first = pin(catalog, 100, reason="the paper", author="ann")
     pin(catalog, 100, reason="until Monday", author="bob", expires=START + HOUR)
-    assert sorted((one.author, one.reason, one.expires) for one in pins(catalog)) == [
-        ("ann", "the paper", None),
-        ("bob", "until Monday", START + HOUR),
+    there = catalog.snapshot().notes.pins
+    assert sorted((*reason_and_author(catalog, one), one.expires) for one in there) == [
+        ("the paper", "ann", None),
+        ("until Monday", "bob", START + HOUR),
     ]
     assert unpin(catalog, 100, first) == 1
     assert catalog.snapshot().rows()[0].pinned

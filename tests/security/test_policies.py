@@ -22,7 +22,7 @@ from bucketpoint.catalog.deletion.prune import prune_by
 from bucketpoint.catalog.deletion.remove import plan_removal, remove
 from bucketpoint.catalog.deletion.state import undo
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.notes import pin, pins, unpin
+from bucketpoint.catalog.notes import pin, unpin
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import AccessDeniedError
@@ -170,7 +170,7 @@ def test_lets_a_pruner_plan_prune_thin_undo_and_sweep(place: Place, minio: S3Ser
     assert {step for step, _ in done.deleted} >= {110}
     assert {step for step, _ in done.thinned} >= {100, 120}
     pin(catalog, 100)
-    assert len(pins(catalog)) == 1
+    assert len(catalog.snapshot().notes.pins) == 1
     patient = RetentionPolicy(Keep(latest=1), prune=Prune(when="manual", grace=timedelta(hours=1)))
     done = prune_by(catalog, patient, holder="test", force=True).done
     assert done.failures == []

@@ -11,30 +11,19 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.state import GoneError, undo
 from bucketpoint.catalog.listing import read_notes
 from bucketpoint.catalog.records import metadata_record, put_note, write_metrics
+from bucketpoint.catalog.snapshot import Pin
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.stores import delete_all
 
 MAX_METRIC_NAME_BYTES = 120
-
-
-@dataclass(frozen=True)
-class PinInfo:
-    """A pin with its reason and author."""
-
-    step: int
-    id: str
-    reason: str
-    author: str
-    expires: float | None
 
 
 def report(
@@ -121,22 +110,19 @@ def pin(
     return identity
 
 
-def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (as in `PinInfo.id`)
+def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (as in `Pin.id`)
     """Remove the pin `id` of a step, or all its pins. Return the number of removed pins."""
     keys = [pin.key for pin in catalog.snapshot().notes.pins if pin.step == step and id in (None, pin.id)]
     delete_all(catalog.store, keys)
     return len(keys)
 
 
-def pins(catalog: Catalog) -> list[PinInfo]:
-    """Return all pins, including expired ones. One GET for each."""
-    infos = []
-    for pin in catalog.snapshot().notes.pins:
-        body: dict[str, Any] = {}
-        with contextlib.suppress(StoreError):
-            body = catalog_keys.content_of(catalog.store.get(pin.key, first=1 << 20)[0])
-        infos.append(PinInfo(pin.step, pin.id, str(body.get("reason", "")), str(body.get("author", "")), pin.expires))
-    return infos
+def reason_and_author(catalog: Catalog, pin: Pin) -> tuple[str, str]:
+    """Return why a step is pinned, and by whom; empty texts if the note cannot be read. One GET."""
+    body: dict[str, Any] = {}
+    with contextlib.suppress(StoreError):
+        body = catalog_keys.content_of(catalog.store.get(pin.key, first=1 << 20)[0])
+    return str(body.get("reason", "")), str(body.get("author", ""))
 
 
 def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> None:

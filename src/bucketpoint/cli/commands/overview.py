@@ -110,10 +110,10 @@ def overview(
         # The last line, the verdict, begins with the checkpoint's URL.
         verified.append((row["url"], ok, [line.replace(catalog.url, title) for line in (lines[-1], *lines[:-1])]))
     if file is not None:
-        from bucketpoint.catalog.notes import pins
+        from bucketpoint.catalog.notes import reason_and_author
         from bucketpoint.cli.page import RunReport, page
 
-        held = [(pin.step, pin.reason, pin.author) for pin in pins(catalog)] if snapshot.notes.pins else []
+        held = [(pin.step, *reason_and_author(catalog, pin)) for pin in snapshot.notes.pins]
         report = RunReport(title, described, rows, price, held, plan, verified if verify else None)
         write_file(file, page(report), "page")
     whole = sum(ok for _, ok, _ in verified)
