@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bucketpoint.errors import AccessDeniedError
-from bucketpoint.stores import DeleteFailure, ObjectInfo, Store
+from bucketpoint.format.catalog_keys import CATALOG
+from bucketpoint.stores import Store
 
-_NOTES = "_bucketpoint"
-"""Folder of the catalogs (`format.catalog_keys`). The policies in `policies/` allow a trainer to delete there."""
+if TYPE_CHECKING:
+    from bucketpoint.catalog.deletion.sweep import Swept
+
+_NOTES = f"{CATALOG}/doctor/"
+"""Folder of the examinations. The policies in `policies/` allow a trainer to delete there."""
 
 _NAMES = (
     r"access|deleted|create-only|race|if-match|pinned|checksum|multipart|aborted|latency|speed-[0-9]+|service-[a-z]+"
@@ -20,7 +25,7 @@ _DATA_FOLDER = "bucketpoint-doctor-"
 _OURS = re.compile(
     # The folder of an examination; the one object that is written if nothing can be deleted; a folder beside the
     # checkpoints, from version 0.1.0 or from the check of the permissions on data.
-    rf"(?:{_NOTES}/doctor/(?:[0-9a-f]{{12}}/(?:{_NAMES}|\.bucketpoint-probe-[0-9a-f]{{16}}(?:-sum)?)|access)"
+    rf"(?:{_NOTES}(?:[0-9a-f]{{12}}/(?:{_NAMES}|\.bucketpoint-probe-[0-9a-f]{{16}}(?:-sum)?)|access)"
     rf"|{_DATA_FOLDER}[0-9a-f]{{12}}/(?:{_NAMES}|\.metadata))"
 )
 
@@ -45,39 +50,32 @@ class ScratchKeys:
     def below(cls, prefix: str) -> ScratchKeys:
         """Make the keys for an examination below `prefix`. All but `lasting` contain a random name."""
         above, run = f"{prefix}/" if prefix else "", os.urandom(6).hex()
-        notes, data = f"{above}{_NOTES}/doctor/", f"{above}{_DATA_FOLDER}{run}/"
+        notes, data = f"{above}{_NOTES}", f"{above}{_DATA_FOLDER}{run}/"
         return cls(f"{notes}{run}/", f"{notes}access", f"{data}access", f"{data}.metadata")
 
 
-@dataclass
-class Leftovers:
-    """Objects and uploads left by `doctor` that a sweep removed, or would remove in a dry run."""
-
-    objects: list[ObjectInfo] = field(default_factory=list)
-    uploads: list[str] = field(default_factory=list)
-    failures: list[DeleteFailure] = field(default_factory=list)
-
-
-def sweep_leftovers(store: Store, prefix: str, *, oldest: float, dry_run: bool = False) -> Leftovers:
-    """Delete objects and uploads that `doctor` left below `prefix` before the time `oldest`. Costs four small LISTs.
+def sweep_leftovers(store: Store, prefix: str, swept: Swept, *, dry_run: bool = False) -> None:
+    """Delete objects and uploads that `doctor` left below `prefix` before `swept.oldest`, and add them to `swept`.
 
     Only keys in the form that `doctor` makes are deleted. Uploads are found only if the store lists them by prefix.
+    Costs four small LISTs.
     """
     above = f"{prefix}/" if prefix else ""
-    left = Leftovers()
+    left = []
 
     def old(key: str, moment: float | None) -> bool:
         # An object without a date is kept, because it may be new.
-        return moment is not None and moment < oldest and _OURS.fullmatch(key[len(above) :]) is not None
+        return moment is not None and moment < swept.oldest and _OURS.fullmatch(key[len(above) :]) is not None
 
-    for folder in (f"{above}{_NOTES}/doctor/", f"{above}{_DATA_FOLDER}"):
-        left.objects += [info for info in store.list(folder) if old(info.key, info.modified)]
+    for folder in (f"{above}{_NOTES}", f"{above}{_DATA_FOLDER}"):
+        left += [info for info in store.list(folder) if old(info.key, info.modified)]
         # Without the permission to list uploads, no upload can be aborted.
         with contextlib.suppress(AccessDeniedError):
             for upload in [upload for upload in store.list_multipart(folder) if old(upload.key, upload.started)]:
-                left.uploads.append(upload.key)
+                swept.uploads.append(upload.key)
                 if not dry_run:
                     store.abort_multipart(upload.key, upload.upload_id)
-    if left.objects and not dry_run:
-        left.failures = store.delete([info.key for info in left.objects])
-    return left
+    swept.objects += [info.key for info in left]
+    swept.bytes += sum(info.size for info in left)
+    if left and not dry_run:
+        swept.failures += store.delete([info.key for info in left])

@@ -70,18 +70,17 @@ def gc(
 
     with watched(catalog, progress) as at:
         done = sweep(at, older_than=older_than, deep=deep, dry_run=dry_run)
-        trials = sweep_leftovers(at.store, at.prefix, oldest=done.oldest, dry_run=dry_run)
-    failures = [*done.failures, *trials.failures]
+        sweep_leftovers(at.store, at.prefix, done, dry_run=dry_run)
     document: dict[str, Any] = {
         "root": catalog.url,
         "dry_run": dry_run,
-        "objects": [*done.objects, *(info.key for info in trials.objects)],
-        "bytes": done.bytes + sum(info.size for info in trials.objects),
-        "uploads": [*done.uploads, *trials.uploads],
+        "objects": done.objects,
+        "bytes": done.bytes,
+        "uploads": done.uploads,
         "notes": done.notes,
-        "failures": [vars(failure) for failure in failures],
+        "failures": [vars(failure) for failure in done.failures],
     }
-    return CommandResult(document, _lines(document), ok=not failures)
+    return CommandResult(document, _lines(document), ok=not done.failures)
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
