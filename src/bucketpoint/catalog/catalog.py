@@ -357,7 +357,7 @@ def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
 _CHAINED = re.compile(r"(?!(?:s3a?|gc?s|file|local)://)[^:/]+://.*::", re.IGNORECASE | re.DOTALL)
 
 
-def open_catalog(root: Place, *, template: str = "step-{step}") -> Catalog:
+def open_catalog(root: Place, *, template: str | None = None) -> Catalog:
     """Open the catalog of the run at `root`. Sends no request.
 
     Raises:
@@ -371,7 +371,7 @@ def open_catalog(root: Place, *, template: str = "step-{step}") -> Catalog:
         # The folder of a step is joined to the end of the URL, which is that of the other filesystem.
         remedy = "Pass the URL of the folder after ::, or make the filesystem and pass it as fs="
         raise InvalidURLError("A run cannot be at a chained URL with a path before ::", url=place.url, remedy=remedy)
-    return Catalog(place.url, store, prefix, StepTemplate(template))
+    return Catalog(place.url, store, prefix, StepTemplate() if template is None else StepTemplate(template))
 
 
 def latest_checkpoint(root: Place, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> str | None:

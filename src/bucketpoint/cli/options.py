@@ -115,18 +115,19 @@ def whole_run(place: Location) -> tuple[Catalog, Snapshot]:
     return catalog, catalog.with_unrecorded(catalog.snapshot())
 
 
+def _step_dir_option(default: str) -> Callable[[Callable[..., CommandResult]], Callable[..., CommandResult]]:
+    """Return the option for the names of a run's folders. `default` describes them, for the help."""
+    about = "Name of a checkpoint's folder in the run, with {step} for the step."
+    return click.option("--step-dir", help=f"{about}  [default: {default}]")
+
+
 def run_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
     """Add the run as an argument. The function gets the run's catalog, named `catalog`."""
 
     @click.argument("root")
-    @click.option(
-        "--step-dir",
-        default="step-{step}",
-        show_default=True,
-        help="Name of a checkpoint's folder in the run, with {step} for the step.",
-    )
+    @_step_dir_option("step-{step}")
     @functools.wraps(function)
-    def call(root: str, step_dir: str, access: Access, **arguments: Any) -> CommandResult:
+    def call(root: str, step_dir: str | None, access: Access, **arguments: Any) -> CommandResult:
         from bucketpoint.catalog.catalog import open_catalog
 
         catalog = open_catalog(access.at(root), template=step_dir)
@@ -146,10 +147,7 @@ def run_and_steps(
 
     def wrap(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
         @click.argument("words", nargs=-1, required=True, metavar=metavar)
-        @click.option(
-            "--step-dir",
-            help="Name of a checkpoint's folder in the run, with {step} for the step.  [default: by the folders]",
-        )
+        @_step_dir_option("by the folders")
         @functools.wraps(function)
         def call(words: Sequence[str], step_dir: str | None, access: Access, **arguments: Any) -> CommandResult:
             place, which = access.at(words[0]), [*itertools.takewhile(_WHICH.fullmatch, words[1:][:most])]
@@ -201,11 +199,7 @@ def run_and_policy(function: Callable[..., CommandResult]) -> Callable[..., Comm
         metavar="FILE",
         help="Policy file of the run: shows by which rule each checkpoint is kept, and what the next prune does.",
     )
-    @click.option(
-        "--step-dir",
-        help="Name of a checkpoint's folder in the run, with {step} for the step.  [default: the policy's, or "
-        "step-{step}]",
-    )
+    @_step_dir_option("the policy's, or step-{step}")
     @functools.wraps(function)
     def call(
         root: str, policy_file: str | None, step_dir: str | None, access: Access, **arguments: Any
@@ -214,7 +208,7 @@ def run_and_policy(function: Callable[..., CommandResult]) -> Callable[..., Comm
         from bucketpoint.catalog.policy_file import read_policy
 
         policy = read_policy(policy_file) if policy_file is not None else None
-        template = step_dir or (policy.layout.step_dir if policy is not None else "step-{step}")
+        template = step_dir or (policy.layout.step_dir if policy is not None else None)
         catalog = open_catalog(access.at(root), template=template)
         return function(catalog=catalog, policy=policy, access=access, **arguments)
 
