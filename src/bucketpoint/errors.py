@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def first_of(names: Sequence[object], most: int, between: str = ", ", last: str = " and ") -> str:
+def first_of(names: Sequence[object], most: int = 5, between: str = ", ", last: str = " and ") -> str:
     """List at most `most` names for a message, followed by the number of others: `a, b and 3 more`."""
     listed = between.join(map(str, names[:most]))
     return f"{listed}{last}{len(names) - most} more" if len(names) > most else listed

@@ -26,8 +26,6 @@ LISTED_ATTEMPTS = 8
 _TRIED = 5
 """Limit on the checkpoints whose `.metadata` is requested, newest first."""
 
-_NAMED_AT_MOST = 3
-
 
 @dataclass(frozen=True)
 class AttemptProgress:
@@ -253,4 +251,4 @@ def _unreadable(snapshot: Snapshot, listed: Iterable[tuple[str, ObjectInfo]]) ->
     names = [name for name, info in listed if info.key not in read and catalog_keys.run_of(name) is None]
     if names:
         some = "1 object of the catalog is" if len(names) == 1 else f"{len(names)} objects of the catalog are"
-        yield f"{some} neither record nor note: {first_of(names, _NAMED_AT_MOST)}"
+        yield f"{some} neither record nor note: {first_of(names)}"

@@ -88,12 +88,9 @@ def places(words: Sequence[str], access: Access, extras: Sequence[Mapping[str, A
 
 
 def _checkpoint(place: Location, which: str) -> Location:
-    from bucketpoint.catalog.catalog import open_catalog
-    from bucketpoint.catalog.run import fitted
-
     if not which:
         return place
-    catalog = fitted(open_catalog(place))
+    catalog = _fitted_run(place)
     return place.at(catalog.url_of_folder(_chosen(place, catalog, which).folder))
 
 
@@ -108,11 +105,15 @@ def _chosen(place: Location, catalog: Catalog, which: str) -> Checkpoint:
 
 def whole_run(place: Location) -> tuple[Catalog, Snapshot]:
     """Return a run's catalog, fitted to the names of its folders, and its snapshot, unrecorded checkpoints included."""
+    catalog = _fitted_run(place)
+    return catalog, catalog.with_unrecorded(catalog.snapshot())
+
+
+def _fitted_run(place: Location) -> Catalog:
     from bucketpoint.catalog.catalog import open_catalog
     from bucketpoint.catalog.run import fitted
 
-    catalog = fitted(open_catalog(place))
-    return catalog, catalog.with_unrecorded(catalog.snapshot())
+    return fitted(open_catalog(place))
 
 
 def _step_dir_option(default: str) -> Callable[[Callable[..., CommandResult]], Callable[..., CommandResult]]:
@@ -167,11 +168,11 @@ def _run_and_steps(
     place: Location, which: Sequence[str], step_dir: str | None, behind: Sequence[str]
 ) -> tuple[Catalog, list[int]]:
     from bucketpoint.catalog.catalog import open_catalog
-    from bucketpoint.catalog.run import OneFolder, catalog_above, fitted, run_of
+    from bucketpoint.catalog.run import OneFolder, catalog_above, run_of
     from bucketpoint.format.catalog_keys import StepTemplate
 
     if which:
-        catalog = open_catalog(place, template=step_dir) if step_dir else fitted(open_catalog(place))
+        catalog = open_catalog(place, template=step_dir) if step_dir else _fitted_run(place)
         return catalog, [int(word) if word.isdecimal() else _chosen(place, catalog, word).step for word in which]
     known = catalog_above(place)
     catalog, folder = known or run_of(place)

@@ -49,7 +49,6 @@ PATIENCE_S = 60.0
 ADMIN, TRAINER, READER, PRUNER = "admin", "trainer", "reader", "pruner"
 """The roles of `policies/`, and ADMIN, which saves, loads and prunes."""
 
-_NAMED = 5
 _STAYS = "objects could not be deleted"
 
 
@@ -386,7 +385,7 @@ class _Examination:
         self.left += left
         if left:
             count = "1 object stays" if len(left) == 1 else f"{len(left)} objects stay"
-            message = f"{count}: {first_of(left, _NAMED, last=', and ')}"
+            message = f"{count}: {first_of(left, last=', and ')}"
             if left == [self._at.lasting]:
                 message += ", of a few bytes; each run of doctor overwrites it"
             url = f"{self._store.url}/{self._prefix}" if self._prefix else self._store.url

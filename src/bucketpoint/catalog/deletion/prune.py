@@ -30,8 +30,6 @@ from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_b
 from bucketpoint.retention.plans import unreported
 from bucketpoint.stopwatch import Stopwatch
 
-_NAMED_AT_MOST = 5
-
 
 @dataclass(frozen=True)
 class Order:
@@ -109,7 +107,7 @@ def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) 
 
 def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Collection[str]) -> dict[str, str]:
     """Return, by metric, a warning for each `best` rule whose metric was never reported: the name may be misspelt."""
-    names = first_of(sorted(reported), _NAMED_AT_MOST)
+    names = first_of(sorted(reported))
     return {
         metric: f"no checkpoint has a value of {metric} (rule best); the metrics reported are {names}"
         for metric in unreported(policy, rows, reported)
@@ -121,7 +119,7 @@ def gone_lines(arguments: str, gone: Collection[int]) -> Iterator[str]:
     if gone:
         yield (
             f"another tool removed or replaced checkpoints that have a record, so no rule counts them: step "
-            f"{first_of(sorted(gone), _NAMED_AT_MOST)}; `bucketpoint gc --deep {arguments}` removes the records"
+            f"{first_of(sorted(gone))}; `bucketpoint gc --deep {arguments}` removes the records"
         )
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from bucketpoint.convert import Converted, ConvertPlan
     from bucketpoint.location import Location
 
-_NAMED_AT_MOST = 5
-
 
 @command("convert")
 @click.option(
@@ -185,14 +183,14 @@ def _what(plan: ConvertPlan) -> str:
 
 def _notes(plan: ConvertPlan) -> Iterator[str]:
     if plan.source.excluded:
-        yield f"  left out by --exclude: {first_of(sorted(plan.source.excluded), _NAMED_AT_MOST)}"
+        yield f"  left out by --exclude: {first_of(sorted(plan.source.excluded))}"
     left_out = plan.layout.left_out
     if left_out:
-        named = first_of(left_out, _NAMED_AT_MOST)
+        named = first_of(left_out)
         yield f"  left out, because {plan.format} cannot hold them or their keys lack --prefix: {named}"
     text_keys = plan.source.text_keys(plan.format)
     if text_keys:
-        named = first_of(text_keys, _NAMED_AT_MOST)
+        named = first_of(text_keys)
         yield f"  keys that look like integers are text, because the source does not record integer keys, in: {named}"
     if plan.log is not None:
         yield f"  the catalog of the run at {plan.log.catalog.url} gets a record of the checkpoint"

@@ -32,7 +32,6 @@ SHOWN = 10
 _LEAST_ROWS = 3
 """Least number of checkpoints that are shown, on a terminal of any height."""
 
-_NAMED_AT_MOST = 3
 _GAPS = 10
 """Number of checkpoints from which the time between saves is computed."""
 
@@ -158,7 +157,7 @@ def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPol
         )
     if runs and policy.run not in runs:
         mine = f"of run {policy.run}" if policy.run else "of a run without a name"
-        name = first_of(sorted(runs), _NAMED_AT_MOST)
+        name = first_of(sorted(runs))
         document["problems"].append(f"the policy is {mine}, but this is run {name}, so it prunes nothing here")
 
 
