@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bucketpoint.catalog.catalog import Catalog, newest_folder
 from bucketpoint.catalog.deletion.state import schedule_deletion, undo
 from bucketpoint.catalog.notes import lease, note_restored, pin, reason_and_author, release, report, unpin
-from bucketpoint.catalog.records import adopt, read_record, reconcile
+from bucketpoint.catalog.records import adopt, read_record, reconcile, write_metrics
 from bucketpoint.catalog.run import templates_of
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S
@@ -171,8 +171,8 @@ def test_has_the_metrics_of_a_save_that_was_killed_before_its_record(
 
 def test_counts_the_last_reported_value_of_a_metric(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100, metrics={"loss": 3.0})
-    report(catalog, 100, {"loss": 1.0, "eval/acc": 0.5}, at=START + 10)
-    report(catalog, 100, {"loss": 2.0}, at=START + 5)
+    write_metrics(catalog, 100, {"loss": 1.0, "eval/acc": 0.5}, at=START + 10, token=None)
+    write_metrics(catalog, 100, {"loss": 2.0}, at=START + 5, token=None)
     (row,) = catalog.snapshot().rows()
     assert row.metrics == {"loss": 1.0, "eval/acc": 0.5}
 

@@ -20,8 +20,8 @@ from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.deletion.prune import Order, prune
 from bucketpoint.catalog.deletion.state import undo
 from bucketpoint.catalog.deletion.sweep import sweep
-from bucketpoint.catalog.notes import lease, pin, report, unpin
-from bucketpoint.catalog.records import adopt, read_record
+from bucketpoint.catalog.notes import lease, pin, unpin
+from bucketpoint.catalog.records import adopt, read_record, write_metrics
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import THIN
 from bucketpoint.dcp import session
@@ -183,7 +183,8 @@ def test_keeps_all_reports_of_many_processes_at_once(catalog: Catalog, options: 
     save(catalog, 100, options)
 
     def tell(number: int) -> None:
-        report(catalog, 100, {f"m{number}": float(number), "shared": float(number)}, at=1_700_000_000 + number)
+        metrics = {f"m{number}": float(number), "shared": float(number)}
+        write_metrics(catalog, 100, metrics, at=1_700_000_000 + number, token=None)
         pin(catalog, 100, reason=str(number))
 
     with ThreadPoolExecutor(8) as pool:

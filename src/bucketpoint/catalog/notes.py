@@ -26,21 +26,13 @@ from bucketpoint.stores import delete_all
 MAX_METRIC_NAME_BYTES = 120
 
 
-def report(
-    catalog: Catalog,
-    step: int,
-    metrics: Mapping[str, float],
-    *,
-    at: float | None = None,
-    token: str | None = None,
-) -> None:
+def report(catalog: Catalog, step: int, metrics: Mapping[str, float], *, token: str | None = None) -> None:
     """Record metrics of a step, at any time and from any process. Of several values of a metric the last one counts.
 
     The metrics belong to one commit: a checkpoint that later replaces it does not inherit them. If the step has no
     checkpoint yet, they belong to every later commit of the step. NaN and infinite values are kept.
 
     Args:
-        at: time of the measurement in seconds since the epoch; by default now, or just after the step's last report.
         token: token of the commit; by default that of the step's present checkpoint, which costs two LISTs, and a GET
             of `.metadata` if a save is under way.
 
@@ -48,10 +40,10 @@ def report(
         BucketpointError: a name is empty or too long, or a value is no number.
     """
     checked = checked_metrics(metrics)
-    if at is None:
-        begin = NoteKey(step, catalog_keys.METRICS, ("",)).name()
-        others = () if token else catalog.listed(catalog_keys.NOTES, begin)
-        at = max([catalog.clock(), *(other.time + 0.002 for other in read_notes(others).reports)])
+    begin = NoteKey(step, catalog_keys.METRICS, ("",)).name()
+    others = () if token else catalog.listed(catalog_keys.NOTES, begin)
+    # If this machine's clock is behind, the report still comes after the step's last one.
+    at = max([catalog.clock(), *(other.time + 0.002 for other in read_notes(others).reports)])
     write_metrics(catalog, step, checked, at=at, token=token or _present_token(catalog, step))
 
 
