@@ -20,6 +20,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.codec import encode_metadata
 from bucketpoint.format.metadata.plain import read_record
+from bucketpoint.retention import Entry, Row
 from bucketpoint.stores import DeleteFailure
 
 T = TypeVar("T")
@@ -175,3 +176,8 @@ def saved_run(*steps: int) -> tuple[MemoryStore, Catalog]:
     for step in steps:
         save(catalog, step)
     return store, catalog
+
+
+def order(step: int, id: str, action: Any = "delete") -> Entry:  # noqa: A002 (as in `Row.id`)
+    """Return the entry of a plan for one checkpoint."""
+    return Entry.told(Row(step, 0.0, id), action, ())

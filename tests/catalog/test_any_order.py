@@ -15,14 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
-from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.state import GoneError, undo
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.retention import Entry
 from bucketpoint.retention.rows import ORDER, Row
-from catalog.memory import Fault, KilledError, MemoryStore, memory_catalog, save
+from catalog.memory import Fault, KilledError, MemoryStore, memory_catalog, order, save
 
 faults = st.none() | st.builds(Fault, st.integers(1, 30), st.booleans(), st.booleans())
 actors = st.sampled_from(["trainer", "cron", "laptop"])
@@ -237,12 +238,12 @@ def content(data: bytes) -> tuple[str, tuple[str, ...]]:
     return vars(metadata)["bucketpoint"]["kind"], paths
 
 
-def _policy(keep: int, thin: bool) -> Callable[[Sequence[Row]], list[Order]]:
-    def decide(rows: Sequence[Row]) -> list[Order]:
+def _policy(keep: int, thin: bool) -> Callable[[Sequence[Row]], list[Entry]]:
+    def decide(rows: Sequence[Row]) -> list[Entry]:
         ranked = sorted(rows, key=attrgetter(*ORDER))
         going, kept = ranked[: len(rows) - keep], ranked[len(rows) - keep :]
-        orders = [Order(row.step, row.id, "thin" if thin and row.kind == "full" else "delete") for row in going]
-        return [*orders, *(Order(row.step, row.id, "keep") for row in kept)]
+        orders = [order(row.step, row.id, "thin" if thin and row.kind == "full" else "delete") for row in going]
+        return [*orders, *(order(row.step, row.id, "keep") for row in kept)]
 
     return decide
 

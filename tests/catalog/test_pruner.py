@@ -9,7 +9,7 @@ import pytest
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
-from bucketpoint.catalog.deletion.prune import Decide, Order, prune
+from bucketpoint.catalog.deletion.prune import Decide, prune
 from bucketpoint.catalog.deletion.state import GoneError, Pruned, undo
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, note_restored, pin, report
@@ -21,18 +21,18 @@ from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.format.metadata.codec import decode_metadata
-from bucketpoint.retention.rows import Row
-from catalog.memory import START, MemoryStore, died, memory_catalog, metadata_bytes, save, saved_run
+from bucketpoint.retention import Entry, Row
+from catalog.memory import START, MemoryStore, died, memory_catalog, metadata_bytes, order, save, saved_run
 
 HOUR = 3600.0
 
 
 def drop(*steps: int, action: str = "delete") -> Decide:
-    return lambda rows: [Order(row.step, row.id, action) for row in rows if row.step in steps]
+    return lambda rows: [order(row.step, row.id, action) for row in rows if row.step in steps]
 
 
-def keep_newest(rows: Sequence[Row]) -> list[Order]:
-    return [Order(row.step, row.id) for row in rows[:-1]]
+def keep_newest(rows: Sequence[Row]) -> list[Entry]:
+    return [order(row.step, row.id) for row in rows[:-1]]
 
 
 def run(catalog: Catalog, decide: Decide, grace: float = 0.0, holder: str = "test") -> Pruned:
@@ -209,11 +209,11 @@ def test_touches_nothing_that_was_committed_after_the_plan(store: MemoryStore, c
     first = save(catalog, 100)
     save(catalog, 200)
 
-    def decide(rows: Sequence[Row]) -> list[Order]:
+    def decide(rows: Sequence[Row]) -> list[Entry]:
         store.now += 1
         save(catalog, 100)
         save(catalog, 150)
-        return [Order(100, first), Order(150, "0" * 12)]
+        return [order(100, first), order(150, "0" * 12)]
 
     done = run(catalog, decide)
     assert done.deleted == []
@@ -351,7 +351,7 @@ def test_records_a_commit_without_a_record_before_any_decision(store: MemoryStor
     assert died(store, 5, save, catalog, 200)
     seen: list[int] = []
 
-    def decide(rows: Sequence[Row]) -> list[Order]:
+    def decide(rows: Sequence[Row]) -> list[Entry]:
         seen.extend(row.step for row in rows)
         return keep_newest(rows)
 

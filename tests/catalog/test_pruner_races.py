@@ -13,7 +13,6 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.fence import AttemptFence, condemn
 from bucketpoint.catalog.deletion.lock import LOCK_SECONDS
-from bucketpoint.catalog.deletion.prune import Order
 from bucketpoint.catalog.deletion.state import BEGUN, GoneError, state_of, undo
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
@@ -21,7 +20,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.stopwatch import Stopwatch
 from bucketpoint.stores import ObjectInfo
-from catalog.memory import MemoryStore, died, memory_catalog, metadata_bytes, save, saved_run
+from catalog.memory import MemoryStore, died, memory_catalog, metadata_bytes, order, save, saved_run
 from catalog.test_pruner import HOUR, drop, in_folder, left_of, run, steps_of
 
 
@@ -280,7 +279,7 @@ def test_gives_no_second_tombstone(store: MemoryStore, catalog: Catalog) -> None
     token = save(catalog, 100)
     save(catalog, 200)
     for _ in range(2):
-        run(catalog, lambda rows: [Order(100, token)], grace=HOUR)
+        run(catalog, lambda rows: [order(100, token)], grace=HOUR)
         store.now += 60
     (stone,) = catalog.snapshot().notes.tombstones
     assert stone.due == store.now - 120 + HOUR

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.state import undo
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import lease, pin, unpin
@@ -28,7 +28,7 @@ from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format import keys
 from bucketpoint.location import Location
-from bucketpoint.retention.rows import Row
+from bucketpoint.retention import Entry, Row
 from catalog import memory
 from fsspec_backends import SERVED, backend
 from services import Service
@@ -84,7 +84,7 @@ def loaded(url: str, options: dict[str, Any], *parts: str) -> dict[str, Any]:
 
 
 def drop(*steps: int, action: str = "delete") -> Any:
-    return lambda rows: [Order(row.step, row.id, action) for row in rows if row.step in steps]
+    return lambda rows: [memory.order(row.step, row.id, action) for row in rows if row.step in steps]
 
 
 def keys_of(catalog: Catalog) -> list[str]:
@@ -200,8 +200,8 @@ def test_ends_with_three_pruners_at_once_where_one_does(catalog: Catalog) -> Non
     foreign = catalog.key("backup-of-step-5/x")
     catalog.store.put(foreign, [memoryview(b"x")])
 
-    def keep(rows: list[Row]) -> list[Order]:
-        return [Order(row.step, row.id) for row in rows if row.step % 10]
+    def keep(rows: list[Row]) -> list[Entry]:
+        return [memory.order(row.step, row.id) for row in rows if row.step % 10]
 
     def one(number: int) -> int:
         # Each believes that it has the lock, as after an expiry.

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.remove import Removal, _identified, plan_removal, remove, rolled_back
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.deletion.worker import PruneWorker
@@ -22,8 +22,8 @@ from bucketpoint.catalog.restore_candidates import restore_candidates, roll_back
 from bucketpoint.catalog.run import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError, InvalidURLError
 from bucketpoint.format.record import DeletionMarker
-from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
-from catalog.memory import START, MemoryStore, died, memory_catalog, metadata_bytes, save
+from bucketpoint.retention import Entry, Keep, Prune, RetentionPolicy, Row
+from catalog.memory import START, MemoryStore, died, memory_catalog, metadata_bytes, order, save
 
 
 def save_plainly(catalog: Catalog, store: MemoryStore, step: int) -> None:
@@ -94,7 +94,7 @@ def test_deletes_nothing_that_has_no_record(store: MemoryStore, catalog: Catalog
     for step in (2, 4):
         save_plainly(catalog, store, step)
     there = survey(catalog).checkpoints
-    done = prune(catalog, lambda rows: [Order(one.step, one.id) for one in there[:-1]], grace=0, holder="me")
+    done = prune(catalog, lambda rows: [order(one.step, one.id) for one in there[:-1]], grace=0, holder="me")
     assert [step for step, _ in done.deleted] == [1]
     assert [one.step for one in survey(catalog).checkpoints] == [2, 4, 5]
 
@@ -185,8 +185,8 @@ def plan_removal_of(catalog: Catalog, step: int) -> Removal:
 
 
 def test_keeps_what_has_no_record_from_policies_after_a_save_over_it_dies(store: MemoryStore) -> None:
-    def decide(rows: Sequence[Row]) -> list[Order]:
-        return [Order(row.step, row.id) for row in rows[:-1]]
+    def decide(rows: Sequence[Row]) -> list[Entry]:
+        return [order(row.step, row.id) for row in rows[:-1]]
 
     catalog = memory_catalog(store)
     save(catalog, 1)

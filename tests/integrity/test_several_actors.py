@@ -18,13 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.records import adopt
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.format import keys
 from bucketpoint.location import Location
+from bucketpoint.retention import Entry
 from bucketpoint.stores import ObjectInfo
+from catalog.memory import order
 from kit.servers import S3Server
 from services import Service
 
@@ -80,8 +82,8 @@ class Run:
         return sweep(later, older_than=HOUR, **how).objects
 
 
-def drop_first(rows: Any) -> list[Order]:
-    return [Order(row.step, row.id) for row in rows if row.step == 1]
+def drop_first(rows: Any) -> list[Entry]:
+    return [order(row.step, row.id) for row in rows if row.step == 1]
 
 
 @pytest.fixture

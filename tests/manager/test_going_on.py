@@ -20,7 +20,7 @@ import bucketpoint
 from bucketpoint import BucketWriter
 from bucketpoint.catalog import restore_candidates
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.state import undo
 from bucketpoint.catalog.restore_candidates import roll_back
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, EndpointError, NewerFormatError, UnsafeDataError
@@ -30,6 +30,7 @@ from bucketpoint.manager import CheckpointManager
 from bucketpoint.manager import manager as managing
 from bucketpoint.retention import Best, InFlight, Keep, MaxDelete, Prune, RetentionPolicy, Save, SaveEvery
 from bucketpoint.stores.local import LocalStore
+from catalog.memory import order
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
 from kit.damage import flip, flip_all
@@ -535,7 +536,7 @@ def test_leaves_a_save_under_way_in_a_prune_of_what_lost_its_data_there(
     def beside_a_prune(store: LocalStore, key: str, *args: Any, **more: Any) -> Any:
         if key == ".metadata":
             monkeypatch.setattr(LocalStore, "put", put)
-            prune(catalog, lambda rows: [Order(20, lost.id)], grace=0.0, holder="me")
+            prune(catalog, lambda rows: [order(20, lost.id)], grace=0.0, holder="me")
         return put(store, key, *args, **more)
 
     monkeypatch.setattr(LocalStore, "put", beside_a_prune)

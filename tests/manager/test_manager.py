@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint import BucketReader, LoadPlanner, TransferOptions, location
 from bucketpoint.catalog import catalog, save_log
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
-from bucketpoint.catalog.deletion.prune import Order, prune
+from bucketpoint.catalog.deletion.prune import prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.records import process_name
 from bucketpoint.catalog.save_log import SaveLog
@@ -38,6 +38,7 @@ from bucketpoint.errors import (
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
 from bucketpoint.stores.local import LocalStore
+from catalog.memory import order
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
 from kit.damage import flip_all
@@ -465,7 +466,7 @@ def test_keeps_the_index_of_a_large_checkpoint_until_it_is_thinned(root: str) ->
         assert sweep(later, older_than=MIN_SWEEP_AGE_S, deep=True).objects == []
         assert len(list(Path(root).rglob("*-index-0.distcp"))) == 2
         first = manager.catalog.steps().checkpoints[0]
-        orders = [Order(1, first.id, "thin")]
+        orders = [order(1, first.id, "thin")]
         done = prune(manager.catalog, lambda rows: orders, grace=0.0, holder="somebody")
         assert done.thinned == [(1, first.id)]
         assert [file.relative_to(root).parts[0] for file in Path(root).rglob("*-index-0.distcp")] == ["step-2"]

@@ -191,7 +191,7 @@ def _best(catalog: Catalog, rule: Best) -> list[Checkpoint]:
             url=catalog.url,
             remedy="Name one of these" if names else "Report values with report(step, {...}), or take the latest",
         )
-    return [known[row.step, row.id] for row in rows]
+    return [known[row.name] for row in rows]
 
 
 def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> Discarded:

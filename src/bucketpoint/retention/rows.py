@@ -58,6 +58,11 @@ class Row:
     tombstone: str | None = None
 
     @property
+    def name(self) -> tuple[int, str]:
+        """Step and id, which together name one commit of the run."""
+        return self.step, self.id
+
+    @property
     def can_be_thinned(self) -> bool:
         """True if the checkpoint has objects of weights and separate objects of other state."""
         return self.kind == FULL and MODEL in self.groups and len(self.groups) > 1
@@ -93,7 +98,7 @@ class CheckpointSet:
         distinct: dict[tuple[int, str], Row] = {}
         for row in rows:
             _check(row)
-            other = distinct.setdefault((row.step, row.id), row)
+            other = distinct.setdefault(row.name, row)
             if other is not row and other != row and repr(other) != repr(row):  # NaN metrics differ from themselves
                 raise BucketpointError(
                     f"Two records of step {row.step} have the same id {row.id!r} but differ",

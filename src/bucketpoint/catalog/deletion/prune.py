@@ -26,26 +26,16 @@ from bucketpoint.catalog.deletion.state import (
 from bucketpoint.catalog.records import absent, reconcile
 from bucketpoint.catalog.snapshot import DELETE, KEEP, THIN, Attempt, Checkpoint, Snapshot, Tombstone
 from bucketpoint.errors import first_of
-from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
+from bucketpoint.retention import Entry, Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
 from bucketpoint.retention.plans import unreported
 from bucketpoint.stopwatch import Stopwatch
 
+Decide = Callable[[Sequence[Row]], Sequence[Entry]]
+"""Pure function from all rows to the entries of a plan that are carried out, called under the lock.
 
-@dataclass(frozen=True)
-class Order:
-    """Order for one checkpoint: `delete`, `thin` or `keep`, with the reason. Other checkpoints are left unchanged.
-
-    `keep` withdraws the tombstone of an earlier prune; `thin` withdraws one for deletion.
-    """
-
-    step: int
-    id: str
-    action: str = DELETE
-    reason: str = ""
-
-
-Decide = Callable[[Sequence[Row]], Sequence[Order]]
-"""Pure function from all rows to the orders of a policy, called under the lock."""
+`keep` withdraws the tombstone of an earlier prune; `thin` withdraws one for deletion. Other checkpoints are left
+unchanged.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,7 @@ def prune_by(
     planned: Plan | None = None
     verdict: Verdict | None = None
 
-    def decide(rows: Sequence[Row]) -> list[Order]:
+    def decide(rows: Sequence[Row]) -> list[Entry]:
         nonlocal planned, verdict
         planned, verdict = judged(policy, rows, committed=committed)
         entries = [entry for entry in (*planned.deleted, *planned.thinned) if not entry.is_ordered]
@@ -92,9 +82,7 @@ def prune_by(
             for entry in planned.entries
             if entry.row.tombstone and entry.action not in ("delete", entry.row.tombstone)
         ]
-        return [
-            Order(entry.row.step, entry.row.id, entry.action, str(entry.miss or "")) for entry in (*allowed, *spared)
-        ]
+        return [*allowed, *spared]
 
     done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
     return Round(planned, verdict, done)
@@ -152,7 +140,7 @@ def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
     catalog = lock.catalog
     snapshot, newest = _newest(catalog, reconcile(catalog, catalog.snapshot()))
     done = Pruned(metrics=snapshot.metric_names(), now=catalog.now)
-    decided: Sequence[Order] = ()
+    decided: Sequence[Entry] = ()
     if not snapshot.full and (snapshot.checkpoints or snapshot.gone):
         done.stopped = "the run has no full checkpoint"
     elif newest is not None and newest.problem is not None:
@@ -163,7 +151,7 @@ def _round(lock: Lock, decide: Decide, grace: float) -> Pruned:
     done.ahead |= snapshot.ahead
     if done.stopped is not None:
         return done
-    spared = snapshot.spared({(order.step, order.id): order.action for order in decided})
+    spared = snapshot.spared({order.row.name: order.action for order in decided})
     snapshot, orders = snapshot.without(spared), [order for order in decided if order.action != KEEP]
     looked = Stopwatch()
     problem = _damage_of_newest(catalog, snapshot, orders, newest)
@@ -196,7 +184,7 @@ def _newest(catalog: Catalog, snapshot: Snapshot) -> tuple[Snapshot, Inspected |
 
 def existing(
     catalog: Catalog, snapshot: Snapshot, decide: Decide, *, looked_at: Checkpoint | None = None, dry_run: bool = False
-) -> tuple[Snapshot, Sequence[Order]]:
+) -> tuple[Snapshot, Sequence[Entry]]:
     """Return the orders for the checkpoints that exist, and the snapshot with the others moved to `gone`.
 
     If another tool has removed a checkpoint, its record remains. A rule that counted the record would keep one existing
@@ -209,7 +197,7 @@ def existing(
     known = {looked_at.name} if looked_at is not None else set()
     while True:
         decided = decide(snapshot.rows())
-        fates = {(order.step, order.id): order.action for order in decided}
+        fates = {order.row.name: order.action for order in decided}
         stones = snapshot.without(snapshot.spared(fates)).notes.tombstones
         if {*fates.values()} <= {KEEP} and not any(stone.is_due(snapshot.taken) for stone in stones):
             return snapshot, decided
@@ -229,24 +217,24 @@ def existing(
 
 
 def _damage_of_newest(
-    catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
+    catalog: Catalog, snapshot: Snapshot, orders: Sequence[Entry], newest: Inspected | None
 ) -> str | None:
     """Describe the damage of the newest full checkpoint that stays; None if it is whole, or no deletion is planned."""
     stones = snapshot.notes.tombstones
     if newest is None or (not orders and not any(stone.is_due(snapshot.taken) for stone in stones)):
         return None
-    going = {(stone.step, stone.id) for stone in stones} | {(order.step, order.id) for order in orders}
+    going = {(stone.step, stone.id) for stone in stones} | {order.row.name for order in orders}
     staying = [checkpoint for checkpoint in snapshot.full if (checkpoint.step, checkpoint.id) not in going]
     if staying and staying[-1] != newest.checkpoint:
         newest = inspect(catalog, staying[-1])
     return damage(catalog, newest)
 
 
-def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: float, done: Pruned) -> None:
+def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Entry], due: float, done: Pruned) -> None:
     there = {(checkpoint.step, checkpoint.id): checkpoint for checkpoint in snapshot.checkpoints}
     buried = {(*stone.name, stone.action) for stone in snapshot.notes.tombstones}
     for order in orders:
-        name = (order.step, order.id)
+        name = order.row.name
         one = there.get(name)
         if one is None:
             # Committed or deleted since the snapshot was taken.
@@ -254,7 +242,8 @@ def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: fl
         elif reason := _held(snapshot, one):
             done.refused[name] = reason
         elif (*one.name, order.action) not in buried:
-            schedule_deletion(catalog, one, order.action, due=due, reason=order.reason, by_policy=True)
+            reason = str(order.miss or "")
+            schedule_deletion(catalog, one, order.action, due=due, reason=reason, by_policy=True)
             done.buried.append(name)
 
 

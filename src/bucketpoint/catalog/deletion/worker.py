@@ -329,7 +329,7 @@ class PruneWorker:
     def _log(self, catalog: Catalog, report: Round, *, forced: bool = False) -> None:
         done, verdict = report.done, report.verdict
         entries = report.plan.entries if report.plan is not None else ()
-        why = {(entry.row.step, entry.row.id): entry for entry in entries}
+        why = {entry.row.name: entry for entry in entries}
         carried_out = {*done.deleted, *done.thinned}
         for step, token in done.buried:
             if (step, token) in carried_out:

@@ -17,7 +17,7 @@ from bucketpoint.cli.text import watched
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
     from bucketpoint.catalog.snapshot import Snapshot
-    from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict
+    from bucketpoint.retention import Entry, Plan, RetentionPolicy, Row, Verdict
 
 _OUTCOMES = {
     "tombstones": "got a tombstone",
@@ -86,11 +86,10 @@ def _dry_run(
     policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, picture: str | None, *, forced: bool
 ) -> CommandResult:
     """Make the plan that a prune would make. One HEAD for each checkpoint that stays shows whether it still exists."""
-    from bucketpoint.catalog.deletion.prune import Order, existing, judged
+    from bucketpoint.catalog.deletion.prune import existing, judged
 
-    def decide(rows: Sequence[Row]) -> list[Order]:
-        entries = judged(policy, rows)[0].entries
-        return [Order(entry.row.step, entry.row.id, entry.action) for entry in entries if entry.action != "keep"]
+    def decide(rows: Sequence[Row]) -> list[Entry]:
+        return [entry for entry in judged(policy, rows)[0].entries if entry.action != "keep"]
 
     snapshot, _ = existing(catalog, snapshot, decide, dry_run=True)
     planned, verdict = judged(policy, snapshot.rows())
@@ -127,7 +126,7 @@ def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> d
 
 def beside_plan(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
     """Return the fields shown with a plan: waiting tombstones, tombstones that a prune withdraws, and notices."""
-    fates = {(entry.row.step, entry.row.id): entry.action for entry in plan.entries}
+    fates = {entry.row.name: entry.action for entry in plan.entries}
     spared = snapshot.spared(fates)
     sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
     # For display: the later of this machine's clock and the newest object's time. A prune uses the store's clock.
@@ -166,7 +165,7 @@ def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any]) -> Itera
         if note := waiting.pop((row.step, row.id, entry.action), None):
             why = f"{_due(note)}: {why}"
             ordered += 1
-        elif (row.step, row.id) in withdrawn:
+        elif row.name in withdrawn:
             why += "; a prune withdraws its tombstone"
         yield f"{entry.action:<7}step {row.step}  {text.size(row.bytes)}  {why}"
     for note in waiting.values():

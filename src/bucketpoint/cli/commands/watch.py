@@ -130,7 +130,7 @@ def _add_policy(document: dict[str, Any], catalog: Catalog, policy: RetentionPol
     from bucketpoint.catalog.run import is_elsewhere
 
     planned, verdict = judged(policy, observation.snapshot.rows())
-    entries = {(entry.row.step, entry.row.id): entry for entry in planned.entries}
+    entries = {entry.row.name: entry for entry in planned.entries}
     for row in document["checkpoints"]:
         entry = entries.get((row["step"], row["token"]))
         row["action"] = entry.action if entry is not None else None
