@@ -406,7 +406,7 @@ def test_holds_a_rollback_for_another_restore_before_the_next_commit(
     root: str, which: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Fewer than are rolled back.
-    monkeypatch.setattr(restore_candidates, "TRIED_AT_MOST", 1)
+    monkeypatch.setattr(restore_candidates, "LOOKED_AT_MOST", 1)
     run_with(root, 5, 10, 20, 30)
     if not recorded:
         shutil.rmtree(Path(root, "_bucketpoint"))

@@ -126,14 +126,6 @@ class Catalog:
                 snapshot = snapshot.with_current(current, records)
         return snapshot
 
-    def record_of(self, folder: str) -> Checkpoint | None:
-        """Return the checkpoint of one folder if it has a record, or None. One LIST, of that step's keys only."""
-        step = self.template.step_of(folder)
-        if step is None:
-            return None
-        recorded = self.step(step).checkpoints
-        return next((checkpoint for checkpoint in recorded if checkpoint.folder == folder), None)
-
     def step(self, step: int) -> Snapshot:
         """List as `listed_steps`, but only one step. One LIST."""
         return self._steps_of(self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""])))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.remove import Discarded, bury_discards, rolled_back
+from bucketpoint.catalog.deletion.remove import LOOKED_AT_MOST, Discarded, bury_discards, rolled_back
 from bucketpoint.catalog.deletion.state import look_for_damage
 from bucketpoint.catalog.notes import lease, release
 from bucketpoint.catalog.records import adopt, reconcile
@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 _BETTER = {"min": "loss|error|perplexity|ppl", "max": "acc|score|reward|bleu|f1"}
 """Parts of metric names that imply the mode: low values are better ("min"), or high values ("max")."""
-
-TRIED_AT_MOST = 20
-"""Limit on the checkpoints that one restore tries. More damaged ones in a row must have a common cause."""
 
 
 def usual_mode(metric: str) -> str:
@@ -112,7 +109,7 @@ def _spoken(catalog: Catalog, text: str) -> Best:
 
 
 def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
-    """Return at most `TRIED_AT_MOST` checkpoints, the given-up ones at the end."""
+    """Return at most `LOOKED_AT_MOST` checkpoints, the given-up ones at the end."""
     last: list[Checkpoint] = []
 
     def kept() -> Iterable[Checkpoint]:
@@ -122,7 +119,7 @@ def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], b
             else:
                 yield one
 
-    return [*islice(kept(), TRIED_AT_MOST), *last][:TRIED_AT_MOST]
+    return [*islice(kept(), LOOKED_AT_MOST), *last][:LOOKED_AT_MOST]
 
 
 def _refuse_traces(catalog: Catalog) -> None:
@@ -145,7 +142,7 @@ def _refuse_traces(catalog: Catalog) -> None:
         logger.warning(
             "%s has no checkpoint; the saves of these steps began and never committed: %s",
             catalog.url,
-            first_of(steps, TRIED_AT_MOST),
+            first_of(steps),
         )
     elif (mistake := at_checkpoint(catalog)) is not None:
         # Only a warning: a run may begin below a checkpoint.

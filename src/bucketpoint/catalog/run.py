@@ -142,8 +142,9 @@ def record_above(place: Location) -> CommitRecord | None:
     if above is None:
         return None
     catalog, folder = above
-    recorded = catalog.record_of(folder)
-    return read_record(catalog, recorded.key) if recorded is not None and recorded.key is not None else None
+    recorded = catalog.step(catalog.template.step_of(folder) or 0).checkpoints
+    key = next((checkpoint.key for checkpoint in recorded if checkpoint.folder == folder), None)
+    return read_record(catalog, key) if key is not None else None
 
 
 def fitted(catalog: Catalog) -> Catalog:

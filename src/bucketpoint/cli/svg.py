@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from bucketpoint.cli import run_lines, text
 from bucketpoint.errors import first_of
+from bucketpoint.retention.plans import SAFETY
 
 if TYPE_CHECKING:
     from bucketpoint.retention import Plan
@@ -43,7 +44,6 @@ CHART_WIDTH, CHART_HEIGHT = 1000.0, 100.0
 _BASE = 74.0
 """Position of the base line in a chart of saves: committed saves are drawn above the line, all others below."""
 
-_SAFETY = "safety"
 _WORDS = {"keep": "kept", "thin": "thinned to the weights", "delete": "deleted"}
 
 Mark = tuple[str, str, str | None]
@@ -98,7 +98,7 @@ def plan_picture(plan: Plan, title: str) -> str:
         ("thin", plan.thinned, LINE - HALF, HALF),
         ("keep", plan.kept, LINE - FULL, FULL),
     )
-    keeps: dict[str, list[float]] = {rule: [] for rule in (*plan.rules, _SAFETY)}
+    keeps: dict[str, list[float]] = {rule: [] for rule in (*plan.rules, SAFETY)}
     for entry in (*plan.kept, *plan.thinned):
         # A checkpoint kept for safety in several ways has several reasons of that name: draw it once.
         for rule in {reason.rule for reason in entry.reasons} & keeps.keys():

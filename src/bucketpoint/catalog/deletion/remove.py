@@ -30,7 +30,7 @@ from bucketpoint.stores import this_url
 logger = logging.getLogger(__name__)
 
 LOOKED_AT_MOST = 20
-"""Limit on the checkpoints that are checked to find a whole one. More damaged ones in a row have a common cause."""
+"""Limit on the checkpoints checked or loaded to find a whole one. More damaged ones in a row have a common cause."""
 
 HOLDS = frozenset({"pinned", "leased"})
 """Reasons that keep a given-up checkpoint. "restored from" is not included, because it ends with the next commit."""
