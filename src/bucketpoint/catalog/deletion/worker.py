@@ -231,7 +231,7 @@ class PruneWorker:
         """Wait for the round under way, then run one on the caller's thread without pauses. Raises as `prune_by`."""
         self.drain()
         report = self._carried_out(self.catalog, force=force)
-        self._log(self.catalog, report, forced=force)
+        self._log(report, forced=force)
         return report
 
     def drain(self, timeout: float | None = None) -> bool:
@@ -318,7 +318,7 @@ class PruneWorker:
                 self._swept = True
                 at = replace(catalog, now=self.last.done.now)
                 sweep(at, older_than=self.policy.prune.debris_after.total_seconds())
-            self._log(catalog, self.last)
+            self._log(self.last)
         except BucketpointError as error:
             self._failed(error)
         except Exception as error:  # noqa: BLE001 (no fault of ours may end the thread for all later saves)
@@ -326,7 +326,7 @@ class PruneWorker:
             ours.__cause__ = error
             self._failed(ours)
 
-    def _log(self, catalog: Catalog, report: Round, *, forced: bool = False) -> None:
+    def _log(self, report: Round, *, forced: bool = False) -> None:
         done, verdict = report.done, report.verdict
         entries = report.plan.entries if report.plan is not None else ()
         why = {entry.row.name: entry for entry in entries}
@@ -356,7 +356,7 @@ class PruneWorker:
                 "`bucketpoint prune FILE --root %s --yes`, carries out the whole plan",
                 verdict.why,
                 len(done.buried),
-                catalog.url,
+                self.catalog.url,
             )
         if done.failures:
             logger.warning(
@@ -366,7 +366,7 @@ class PruneWorker:
                 done.failures[0].code,
             )
         missed = missing_metrics(self.policy, [entry.row for entry in entries], done.metrics).values()
-        for line in (*missed, *gone_lines(catalog.arguments, done.gone), *future_lines(done.ahead)):
+        for line in (*missed, *gone_lines(self.catalog.arguments, done.gone), *future_lines(done.ahead)):
             if line not in self._missed:
                 self._missed.add(line)
                 logger.warning("%s", line)
