@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -26,11 +25,18 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """Content of the page.
+def page(
+    title: str,
+    document: Mapping[str, Any],
+    costs: Sequence[tuple[str, int, int, float]],
+    price: float,
+    pins: Sequence[tuple[int, str, str]],
+    plan: Plan | None,
+    verified: Sequence[tuple[str, bool, Sequence[str]]] | None,
+) -> str:
+    """Return the page as HTML that needs no other file.
 
-    Attributes:
+    Args:
         title: URL of the run, without credentials.
         document: fields of the document of `watch`, with all checkpoints, the newest first.
         costs: title, number of checkpoints, bytes and dollars a month of each line of costs.
@@ -39,53 +45,42 @@ class RunReport:
         plan: plan of the policy; None without a policy.
         verified: for each checkpoint its URL, True if it is whole, and the lines of `verify`; None without `--verify`.
     """
-
-    title: str
-    document: Mapping[str, Any]
-    costs: Sequence[tuple[str, int, int, float]]
-    price: float
-    pins: Sequence[tuple[int, str, str]] = ()
-    plan: Plan | None = None
-    verified: Sequence[tuple[str, bool, Sequence[str]]] | None = None
-
-
-def page(report: RunReport) -> str:
-    """Return the page as HTML that needs no other file."""
-    document, taken = report.document, report.document["taken"]
-    rows = document["checkpoints"]
-    damaged = {url for url, ok, _ in report.verified or () if not ok}
-    marks = [*_marks(report)]
+    taken, rows = document["taken"], document["checkpoints"]
+    damaged = {url for url, ok, _ in verified or () if not ok}
+    marks = [*_marks(document)]
     return svg.render(
         "page.html",
-        title=report.title,
+        title=title,
         document=document,
         version=__version__,
-        tiles=[*_tiles(report, damaged)],
+        tiles=[*_tiles(document, costs[0], price, damaged)],
         problems=[*run_lines.notices(document)],
         stored=svg.storage(_changes(document), taken, "Stored bytes over time"),
         costs=[
             ("", (title, f"{number:,}", text.size(nbytes), f"{_dollars(dollars)} a month"))
-            for title, number, nbytes, dollars in report.costs
+            for title, number, nbytes, dollars in costs
         ],
         saves=svg.saves(marks, "Saves over time") if marks else None,
-        curves=[*_curves(report)],
+        curves=[*_curves(document)],
         legend=[(kind, words) for kind, words in _KINDS.items() if any(mark.kind == kind for mark in marks)],
-        picture=None if report.plan is None else Markup(svg.plan_picture(report.plan, report.title)),
+        picture=None if plan is None else Markup(svg.plan_picture(plan, title)),
         prune=[*run_lines.prune_lines(document, taken)],
         heads=[
             *(("step", "number"), ("saved", "nowrap"), ("kind", "nowrap"), ("size", "number")),
             *(("metrics", "words"), ("kept or deleted", "")),
         ],
-        checkpoints=[*_checkpoints(report, damaged)],
+        checkpoints=[*_checkpoints(document, pins, damaged)],
         more=len(rows) - MOST_ROWS,
         attempts=[*_attempts(document)],
-        verified=report.verified,
-        whole=sum(ok for _, ok, _ in report.verified or ()),
+        verified=verified,
+        whole=sum(ok for _, ok, _ in verified or ()),
     )
 
 
-def _tiles(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, str]]:
-    document, (_, number, nbytes, dollars) = report.document, report.costs[0]
+def _tiles(
+    document: Mapping[str, Any], cost: tuple[str, int, int, float], price: float, damaged: set[str]
+) -> Iterator[tuple[str, str]]:
+    _, number, nbytes, dollars = cost
     newest: Mapping[str, Any] | None = document["newest"]
     if newest is not None and newest["url"] in damaged:
         # Skip damaged checkpoints. Prefer those that do not wait to be deleted, as a restore does.
@@ -97,7 +92,7 @@ def _tiles(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, str]]:
         yield run_lines.age(newest, document["taken"]), f"age of the newest whole checkpoint, step {newest['step']}"
     yield f"{number:,}", "checkpoint" if number == 1 else "checkpoints"
     yield text.size(nbytes), "stored"
-    yield _dollars(dollars), f"a month, at ${report.price:g} a GB"
+    yield _dollars(dollars), f"a month, at ${price:g} a GB"
     if count := len(document["attempts"]):
         yield f"{count:,}", f"{'save that has' if count == 1 else 'saves that have'} not committed"
 
@@ -112,19 +107,19 @@ def _changes(document: Mapping[str, Any]) -> Iterator[tuple[float, int]]:
                 yield max(row["tombstone"]["due"], document["taken"] + 1), -row["bytes"]
 
 
-def _marks(report: RunReport) -> Iterator[SaveMark]:
-    for row in report.document["checkpoints"]:
+def _marks(document: Mapping[str, Any]) -> Iterator[SaveMark]:
+    for row in document["checkpoints"]:
         yield SaveMark(row["created"], row["bytes"], _kind(row), _words(row))
-    for save in report.document["attempts"]:
+    for save in document["attempts"]:
         if save["started"] is not None:
             words = f"step {save['step']}, began {text.when(save['started'])}, not committed"
             yield SaveMark(save["started"], save["bytes"] or 0, "live" if save["live"] else "dead", words)
 
 
-def _curves(report: RunReport) -> Iterator[tuple[str, svg.Chart]]:
+def _curves(document: Mapping[str, Any]) -> Iterator[tuple[str, svg.Chart]]:
     """Yield the name and the chart of each metric."""
     values: dict[str, list[SaveMark]] = {}
-    for row in report.document["checkpoints"]:
+    for row in document["checkpoints"]:
         for name, value in row["metrics"].items():
             if not isinstance(value, str):
                 words = f"{_words(row)}, {name}={value:.6g}"
@@ -141,13 +136,15 @@ def _words(row: Mapping[str, Any]) -> str:
     return f"step {row['step']}, {text.when(row['created'])}, {text.size(row['bytes'])}"
 
 
-def _checkpoints(report: RunReport, damaged: set[str]) -> Iterator[tuple[str, list[str]]]:
+def _checkpoints(
+    document: Mapping[str, Any], pins: Sequence[tuple[int, str, str]], damaged: set[str]
+) -> Iterator[tuple[str, list[str]]]:
     """Yield the class and the cells of each row of the table."""
-    taken = report.document["taken"]
+    taken = document["taken"]
     reasons: dict[int, list[str]] = {}
-    for pinned, reason, author in report.pins:
+    for pinned, reason, author in pins:
         reasons.setdefault(pinned, []).append(f"pinned by {author or 'somebody'}{f': {reason}' if reason else ''}")
-    for row in report.document["checkpoints"][:MOST_ROWS]:
+    for row in document["checkpoints"][:MOST_ROWS]:
         step, _, kind, size, metrics, _ = run_lines.row_cells(row, taken)
         why = ["damaged"] if row["url"] in damaged else []
         why += [word for word in run_lines.fate(row, taken) if word != "pinned"]

@@ -111,11 +111,11 @@ def overview(
         verified.append((row["url"], ok, [line.replace(catalog.url, title) for line in (lines[-1], *lines[:-1])]))
     if file is not None:
         from bucketpoint.catalog.notes import reason_and_author
-        from bucketpoint.cli.page import RunReport, page
+        from bucketpoint.cli.page import page
 
         held = [(pin.step, *reason_and_author(catalog, pin)) for pin in snapshot.notes.pins]
-        report = RunReport(title, described, rows, price, held, plan, verified if verify else None)
-        write_file(file, page(report), "page")
+        content = page(title, described, rows, price, held, plan, verified if verify else None)
+        write_file(file, content, "page")
     whole = sum(ok for _, ok, _ in verified)
     document = {
         "root": catalog.url,
