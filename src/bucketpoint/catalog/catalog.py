@@ -109,16 +109,13 @@ class Catalog:
             raise other_run(self, next(iter(runs), None))
         return snapshot
 
-    def listed_steps(self) -> Snapshot:
-        """List as `steps`, without a check of the run's name."""
-        return self._steps_of(self.listed(catalog_keys.STEPS))
-
-    def _steps_of(self, listed: list[tuple[str, ObjectInfo]]) -> Snapshot:
-        """Parse a listing of steps.
+    def listed_steps(self, first: str = "") -> Snapshot:
+        """List as `steps`, without a check of the run's name, or list only the keys that begin with `first`.
 
         One small GET of `.metadata` for each folder with several records whose order is uncertain, as after a second
         save of the step by a job whose clock is behind: `.metadata` decides which record counts.
         """
+        listed = self.listed(catalog_keys.STEPS, first)
         snapshot = read_steps(listed, self.template, taken=self.time_of(listed))
         for records in snapshot.doubtful():
             current = self.committed(records)
@@ -128,7 +125,7 @@ class Catalog:
 
     def step(self, step: int) -> Snapshot:
         """List as `listed_steps`, but only one step. One LIST."""
-        return self._steps_of(self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""])))
+        return self.listed_steps(catalog_keys.encode([f"{step:016d}", ""]))
 
     def committed(self, records: Sequence[Checkpoint]) -> Checkpoint | None:
         """Return which of a folder's records describes its present `.metadata`, or None. One small GET."""
