@@ -142,7 +142,7 @@ def _refuse_traces(catalog: Catalog) -> None:
         logger.warning(
             "%s has no checkpoint; the saves of these steps began and never committed: %s",
             catalog.url,
-            first_of(steps),
+            first_of(steps, LOOKED_AT_MOST),
         )
     elif (mistake := at_checkpoint(catalog)) is not None:
         # Only a warning: a run may begin below a checkpoint.
