@@ -275,18 +275,21 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
     folder, record = inspected.checkpoint.folder, inspected.record
     if inspected.problem is not None:
         return inspected.problem
-    if not (record and record.covers) and (part := _part(inspected.data)) is not None:
-        return f"checkpoint {folder} does not hold all of its state: {part}"
-    sizes = {path: info.size for path, info in catalog.objects_of(folder).items()}
-    if record is not None:
-        index = index_path(record.token or "")
-        data = {path: size for path, size in sizes.items() if keys.token_of(path) and path != index}
-        whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
-        # Counts and sizes alone prove too little: a save under way in the same folder may have equal ones. So the
-        # tokens must be in the metadata.
-        if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
-            return None
-    missing = _missing(inspected.data, sizes)
+    try:
+        if not (record and record.covers) and (part := _part(inspected.data)) is not None:
+            return f"checkpoint {folder} does not hold all of its state: {part}"
+        sizes = {path: info.size for path, info in catalog.objects_of(folder).items()}
+        if record is not None:
+            index = index_path(record.token or "")
+            data = {path: size for path, size in sizes.items() if keys.token_of(path) and path != index}
+            whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
+            # Counts and sizes alone prove too little: a save under way in the same folder may have equal ones. So the
+            # tokens must be in the metadata.
+            if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
+                return None
+        missing = _missing(inspected.data, sizes)
+    except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
+        return f"the metadata of checkpoint {folder} cannot be read: {error.message}"
     return f"data of checkpoint {folder} is missing: {missing}" if missing is not None else None
 
 
@@ -297,21 +300,15 @@ def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
 
 def _part(data: bytes) -> str | None:
     """Return a text about a tensor that the checkpoint does not fully cover; None if it covers all."""
-    try:
-        metadata = read_metadata(data)
-        return next((f"{name} {why}" for name, why in uncovered(metadata, extra(metadata))), None)
-    except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
-        return f"its metadata cannot be read: {error.message}"
+    metadata = read_metadata(data)
+    return next((f"{name} {why}" for name, why in uncovered(metadata, extra(metadata))), None)
 
 
 def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
     """Return the path of an object in the metadata that is missing or too small; None if there is none."""
-    try:
-        metadata = read_metadata(data)
-        least = {path: int(fact["size"]) for path, fact in extra(metadata).get("objects", {}).items()}
-        for info in (metadata.storage_data or {}).values():
-            item = read_item(info)
-            least[item.path] = max(least.get(item.path, 0), item.offset + item.length)
-    except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
-        return f"its metadata cannot be read: {error.message}"
+    metadata = read_metadata(data)
+    least = {path: int(fact["size"]) for path, fact in extra(metadata).get("objects", {}).items()}
+    for info in (metadata.storage_data or {}).values():
+        item = read_item(info)
+        least[item.path] = max(least.get(item.path, 0), item.offset + item.length)
     return next((path for path, size in sorted(least.items()) if sizes.get(path, -1) < size), None)
