@@ -16,7 +16,6 @@ import torch
 from bucketpoint.staging.pool import Arena
 from bucketpoint.stores import open_store
 from bucketpoint.transfer import Meter, ObjectSource, Progress, Segment, TransferOptions
-from bucketpoint.transfer.helper.messages import StoreConfig
 from bucketpoint.transfer.helper.process import Upload
 
 MIB = 1 << 20
@@ -51,10 +50,9 @@ def upload_of(
     options: TransferOptions = OPTIONS,
 ) -> Upload:
     store, _ = open_store(url, storage_options=storage_options)
-    config = StoreConfig(url, pickle.dumps(storage_options or {}))
     memory = (arena or _EMPTY).shared_memory
     assert memory is not None
-    return Upload(store, config, sources, options, memory)
+    return Upload(store, url, pickle.dumps(storage_options or {}), sources, options, memory)
 
 
 def whole(arena: Arena, key: str = "a/whole") -> ObjectSource:

@@ -126,10 +126,9 @@ def test_refuses_orders_that_mean_nothing_elsewhere_and_keeps_only_the_process(
     work = in_folder(tmp_path / "sent")
     helper.upload(work, meter())
     process = helper.process_id
-    of_this_program = replace(work.config, storage_options=b"ca_module_of_the_program\nA\n.")
     for order, said in (
-        (replace(work, config=of_this_program), "cannot be opened in another process"),
-        (replace(work, config=replace(work.config, url=str(tmp_path / "other"))), "another store"),
+        (replace(work, storage_options=b"ca_module_of_the_program\nA\n."), "cannot be opened in another process"),
+        (replace(work, url=str(tmp_path / "other")), "another store"),
         (replace(work, options=Own()), "cannot be unpickled"),
     ):
         with pytest.raises(HelperUnavailableError, match=said):

@@ -390,12 +390,12 @@ class Uploads:
         except Exception as error:
             # Pickling a class of the program may raise any error, and the text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
-        from bucketpoint.transfer.helper.messages import StoreConfig
         from bucketpoint.transfer.helper.process import Upload
 
         work = Upload(
             store=store,
-            config=StoreConfig(place.url, storage_options),
+            url=place.url,
+            storage_options=storage_options,
             sources=sources,
             options=replace(self._options, nice=0),
             memory=lease.memory,

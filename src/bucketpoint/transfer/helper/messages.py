@@ -25,17 +25,6 @@ from bucketpoint.version import __version__
 
 
 @dataclass(frozen=True)
-class StoreConfig:
-    """Arguments of `open_store`, with which the helper opens the trainer's store.
-
-    The options are pickled separately, because the helper may be unable to import one of their classes.
-    """
-
-    url: str
-    storage_options: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
 class Ready:
     """First message of a helper, with the version and path of the bucketpoint that it has imported."""
 
@@ -90,19 +79,21 @@ class UploadOrder:
     """Order to upload the objects whose segments were sent before. The shared memory's descriptor is sent with it.
 
     Attributes:
+        url, storage_options: arguments of `open_store`. The options are pickled separately, because the helper may be
+            unable to import one of their classes.
         identity: `Store.identity` that the helper's store must have.
-        environment: environment variables, if changed since the last order or the start of the helper; else None.
-            Excluded from the `repr`, because they may hold secrets.
+        environment: environment variables of the trainer. Excluded from the `repr`, because they may hold secrets.
         folder: working directory of the trainer, for relative paths of local files.
         umask: umask of the trainer; None if unknown.
         log_level: lowest level of the records that the trainer logs.
     """
 
-    store: StoreConfig
+    url: str
+    storage_options: bytes = field(repr=False)
     identity: str
     options: TransferOptions
     memory_nbytes: int
-    environment: Mapping[str, str] | None = field(repr=False)
+    environment: Mapping[str, str] = field(repr=False)
     folder: str | None
     umask: int | None
     log_level: int

@@ -12,13 +12,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnavailableError
 from bucketpoint.forks import renew_in_child
 from bucketpoint.stores import Store
-from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import deadline, process_budget
 from bucketpoint.transfer.helper.messages import (
     SIGN_OF_LIFE_S,
@@ -31,7 +30,6 @@ from bucketpoint.transfer.helper.messages import (
     Moved,
     OrderRefused,
     Ready,
-    StoreConfig,
     UploadOrder,
     Wanted,
     described,
@@ -61,11 +59,13 @@ class Upload:
 
     Attributes:
         store: the store in this process, to clean up after a helper that died.
-        config: arguments with which the helper opens the same store. The URL names the save in messages.
+        url, storage_options: arguments with which the helper opens the same store, as in `UploadOrder`. The URL names
+            the save in messages.
     """
 
     store: Store
-    config: StoreConfig
+    url: str
+    storage_options: bytes = field(repr=False)
     sources: Sequence[ObjectSource]
     options: TransferOptions
     memory: MappableMemory
@@ -129,7 +129,7 @@ class UploadHelper:
                     _abort_left(work, ())
                 if isinstance(answer, Failed):
                     process_budget().add(answer.counts)
-                    raise _as_ours(answer.error, work.config.url)
+                    raise answer.error
                 if answer is not None:
                     process_budget().add(answer.counts)
                     if work.options.node_copy is not None:
@@ -140,9 +140,9 @@ class UploadHelper:
                 _abort_left(work, running.begun)
                 meter.begin_again()
                 if not last:
-                    logger.warning("the process that uploaded %s %s; a new one repeats it", work.config.url, fate)
+                    logger.warning("the process that uploaded %s %s; a new one repeats it", work.url, fate)
         raise HelperProcessError(
-            f"Two processes that uploaded {work.config.url} died: the second {fate}",
+            f"Two processes that uploaded {work.url} died: the second {fate}",
             remedy="Look for the out-of-memory killer in the kernel's log (dmesg), or upload on threads: "
             'TransferOptions(background="thread")',
         )
@@ -166,7 +166,7 @@ class UploadHelper:
             if not isinstance(answer, Done):
                 self._drop(running)
                 why = answer.error if isinstance(answer, Failed) else _fate(running.process.returncode)
-                logger.warning("the process that copies %s on this node failed: %s", work.config.url, why)
+                logger.warning("the process that copies %s on this node failed: %s", work.url, why)
 
     def close(self) -> None:
         """Wait for the current upload and end the process. A later upload starts a new process."""
@@ -244,9 +244,8 @@ class _Running:
             )
         self.begun: list[tuple[str, str]] = []
         self._ready = False
-        self._environment = _environment()
         try:
-            self._helper = start_process(self._environment, nice=nice, answers_within_s=SILENT_WAITS * SIGN_OF_LIFE_S)
+            self._helper = start_process(_environment(), nice=nice, answers_within_s=SILENT_WAITS * SIGN_OF_LIFE_S)
         except (OSError, ValueError, RuntimeError) as error:
             kind = HelperProcessError if getattr(error, "errno", None) in _MAY_PASS else HelperUnavailableError
             raise kind(f"no process can be started: {error}") from error
@@ -283,18 +282,17 @@ class _Running:
     def _send(self, work: Upload, identity: str) -> None:
         for segments in described(work.sources, work.memory):
             self._channel.send(segments)
-        environment = _environment()
         order = UploadOrder(
-            work.config,
+            work.url,
+            work.storage_options,
             identity,
             work.options,
             work.memory.nbytes,
-            environment if environment != self._environment else None,
+            _environment(),
             _folder(),
             _umask(),
             logger.getEffectiveLevel(),
         )
-        self._environment = environment
         try:
             self._channel.send(order, [work.memory.descriptor])
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -366,13 +364,6 @@ def _fate(status: int | None) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"ended with exit status {status}"
-
-
-def _as_ours(error: BaseException, url: str) -> BucketpointError:
-    """Return the helper's error, or a `HelperProcessError` in place of an error of another library."""
-    if isinstance(error, BucketpointError):
-        return error
-    return HelperProcessError(f"The process that uploaded {url} failed: {describe(error)}")
 
 
 def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 
-from bucketpoint.errors import BucketpointError, HelperUnavailableError
+from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores import Store, open_store
 from bucketpoint.stores.cutoff import RequestCanceller
 from bucketpoint.stores.redact import describe
@@ -195,7 +195,7 @@ class _Job:
         except HelperUnavailableError as error:
             answer = OrderRefused(error.message)
         except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
-            answer = Failed(_picklable(error), _counted_since(before))
+            answer = Failed(_as_ours(error, self._order.url), _counted_since(before))
         finally:
             # A mapping needs no descriptor. After a refused order an open one would keep the trainer's memory alive.
             os.close(self._descriptor)
@@ -219,7 +219,8 @@ class _Job:
 
     def _store(self) -> Store:
         order = self._order
-        if order.environment is not None:
+        # Not rewritten if unchanged: threads of an earlier order may be reading variables.
+        if os.environ != order.environment:
             os.environ.clear()
             os.environ.update(order.environment)
         logging.getLogger("bucketpoint").setLevel(order.log_level)
@@ -228,8 +229,8 @@ class _Job:
                 os.chdir(order.folder)
             if order.umask is not None:
                 os.umask(order.umask)
-            options = pickle.loads(order.store.storage_options)
-            store, _ = open_store(order.store.url, storage_options=options)
+            options = pickle.loads(order.storage_options)
+            store, _ = open_store(order.url, storage_options=options)
         except Exception as error:
             # A class of the program may raise anything. The message omits the error's text, which may quote a secret.
             raise HelperUnavailableError(
@@ -293,10 +294,12 @@ def _counted_since(before: Counter[str]) -> dict[str, int]:
     return dict(process_budget().counts - before)
 
 
-def _picklable(error: BaseException) -> BaseException:
-    """Return the error, or a description, without the traceback, whose frames refer to the shared memory."""
-    try:
-        copy: BaseException = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 (an error of a library may raise anything when pickled)
-        return BucketpointError(f"The upload failed: {describe(error)}")
-    return copy
+def _as_ours(error: BaseException, url: str) -> BucketpointError:
+    """Return a copy of the error without the traceback, whose frames refer to the shared memory.
+
+    An error of another library, which may raise anything when pickled, becomes a `HelperProcessError`.
+    """
+    if isinstance(error, BucketpointError):
+        copy: BucketpointError = pickle.loads(pickle.dumps(error))
+        return copy
+    return HelperProcessError(f"The process that uploaded {url} failed: {describe(error)}")
