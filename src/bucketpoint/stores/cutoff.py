@@ -72,19 +72,9 @@ def current_end() -> float:
 
 
 @contextlib.contextmanager
-def until(ends: float, *, computes: bool = False) -> Iterator[None]:
-    """Limit the requests of the block, on this thread: see `Limits`."""
-    token = _limits.set(replace(_limits.get(), ends=ends, computes=computes))
-    try:
-        yield
-    finally:
-        _limits.reset(token)
-
-
-@contextlib.contextmanager
-def silent_for(seconds: Callable[[], float]) -> Iterator[None]:
-    """Cut off each attempt of the block, on this thread, in which the store is silent for longer than `seconds()`."""
-    token = _limits.set(replace(_limits.get(), silence_s=seconds))
+def limited(**changes: Any) -> Iterator[None]:
+    """Change the `Limits` on the requests of the block, on this thread."""
+    token = _limits.set(replace(_limits.get(), **changes))
     try:
         yield
     finally:
@@ -128,7 +118,7 @@ class Throughput:
 
 @contextlib.contextmanager
 def pacing() -> Iterator[Throughput]:
-    """Measure the request that the block sends through a `paced` connection, and apply the limits of `until`."""
+    """Measure the request that the block sends through a pool of `make_cuttable`, and apply the limits of `limited`."""
     pace = Throughput(_limits.get())
     token = _current_pace.set(pace)
     try:
@@ -165,29 +155,6 @@ class _PacedResponse(http.client.HTTPResponse):
 def pace_of(reply: http.client.HTTPResponse) -> Throughput:
     """Return the pace of the attempt that `reply` answers, for a reader that bypasses http.client."""
     return getattr(getattr(reply.fp, "raw", None), "pace", None) or Throughput(_NONE)
-
-
-@functools.cache
-def paced(connection: type[Any]) -> type[Any]:
-    """Return a subclass of a urllib3 connection whose requests are measured: see `pacing`."""
-
-    class PacedConnection(connection):  # type: ignore[misc]
-        response_class = _PacedResponse
-
-        def send(self, data: Any) -> None:
-            pace = _current_pace.get()
-            if pace is None or self.sock is None or not isinstance(data, bytes | memoryview):
-                super().send(data)
-                return
-            # Not `sendall`: its timeout covers all bytes of a call, so it would cut off a slow but moving transfer.
-            left = memoryview(data)
-            while left.nbytes:
-                started = time.monotonic()
-                count = self.sock.send(left)
-                pace.moved(count, time.monotonic() - started)
-                left = left[count:]
-
-    return PacedConnection
 
 
 # -- cancellation ------------------------------------------------------------------------------------------------------
@@ -322,8 +289,24 @@ def make_cuttable(manager: Any) -> None:
 
 @functools.cache
 def _cuttable(pool: type[Any]) -> type[Any]:
+    class PacedConnection(pool.ConnectionCls):  # type: ignore[misc, name-defined]
+        response_class = _PacedResponse
+
+        def send(self, data: Any) -> None:
+            pace = _current_pace.get()
+            if pace is None or self.sock is None or not isinstance(data, bytes | memoryview):
+                super().send(data)
+                return
+            # Not `sendall`: its timeout covers all bytes of a call, so it would cut off a slow but moving transfer.
+            left = memoryview(data)
+            while left.nbytes:
+                started = time.monotonic()
+                count = self.sock.send(left)
+                pace.moved(count, time.monotonic() - started)
+                left = left[count:]
+
     class CuttablePool(pool):  # type: ignore[misc]
-        ConnectionCls = paced(pool.ConnectionCls)
+        ConnectionCls = PacedConnection
 
         def _make_request(self, conn: Any, *args: Any, **kwargs: Any) -> Any:
             cut = _current_cut.get()

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, ThrottledError
 from bucketpoint.forks import Monitor, process_lock, renew_in_child
-from bucketpoint.stores.cutoff import current_cut, current_end, until
+from bucketpoint.stores.cutoff import current_cut, current_end, limited
 from bucketpoint.stores.outage import Outage, store_of
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def deadline(seconds: float) -> Iterator[float]:
     Yields the time on the monotonic clock at which retries end. An outer deadline that is earlier is kept.
     """
     ends = min(time.monotonic() + seconds, current_end())
-    with until(ends):
+    with limited(ends=ends, computes=False):
         yield ends
 
 
@@ -262,7 +262,7 @@ def run(
                 if kind is not None:
                     budget.add({kind: 1})
                 try:
-                    with until(ends, computes=kind in COMPUTED):
+                    with limited(ends=ends, computes=kind in COMPUTED):
                         value = attempt() if gate is None else _through(gate, attempt, ends)
                 except StoreError as error:
                     action = error.action

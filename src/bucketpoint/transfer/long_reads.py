@@ -29,7 +29,7 @@ from typing import cast
 
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import OpensRanges, RangeReply, Store
-from bucketpoint.stores.cutoff import silent_for
+from bucketpoint.stores.cutoff import limited
 from bucketpoint.stores.node_copy import CopiedObject, NodeFolder
 from bucketpoint.stores.retry import RetryPolicy, run
 from bucketpoint.transfer.download import Request, cut, deliver, is_worth_reading
@@ -207,7 +207,7 @@ class _Reception:
         if self._reply is None:
             self._meter.add(0)
             nbytes, sent = self._stop - request.start, time.monotonic()
-            with silent_for(self._silence_s):
+            with limited(silence_s=self._silence_s):
                 self._reply = self._streams.open_range(request.key, request.start, nbytes, if_match=request.etag)
             self._stalls.add(time.monotonic() - sent)
             self._position = request.start
