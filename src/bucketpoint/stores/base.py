@@ -20,6 +20,7 @@ from bucketpoint.errors import (
     BucketNotFoundError,
     CredentialsError,
     EndpointError,
+    PreconditionFailedError,
     StoreError,
     ThrottledError,
     TransientStoreError,
@@ -328,6 +329,14 @@ def proven_deletes(store: Store, prefix: str) -> Capabilities:
 def pinned(store: Store, etag: str | None) -> str | None:
     """Return the `if_match` that pins a read to the object with this ETag; None if the store cannot pin reads."""
     return etag if store.capabilities.pinned_reads else None
+
+
+def check_conditions(info: ObjectInfo | None, url: str, *, if_none_match: bool = False, if_match: str | None) -> None:
+    """Raise PreconditionFailedError unless the object at `url` (None: there is none) fulfils the conditions."""
+    if if_none_match and info is not None:
+        raise PreconditionFailedError("the object exists", url=url)
+    if if_match is not None and (info is None or info.etag != if_match):
+        raise PreconditionFailedError("the ETag of the object is not the expected one", url=url)
 
 
 def delete_all(store: Store, keys: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores import retry
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, check_conditions
 from bucketpoint.stores.local_folders import (
     HIDDEN,
     NEW,
@@ -170,7 +170,7 @@ class LocalStore:
     @_retried
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         with self._errors("read", key), self._opened(key) as (fd, info):
-            self._check_etag(info, if_match)
+            check_conditions(info, self._url(key), if_match=if_match)
             _read(fd, offset, buffers, self._url(key))
 
     @_retried
@@ -226,7 +226,7 @@ class LocalStore:
                 locked(above, name, needed=etag is not None) as ensure,
             ):
                 if etag is not None:
-                    self._check_etag(_info(key, self._status(key, above, name)), etag)
+                    check_conditions(_info(key, self._status(key, above, name)), self._url(key), if_match=etag)
                 ensure()
                 # If the name is a link to a file, the link is removed and the file stays.
                 os.unlink(name, dir_fd=above)
@@ -235,7 +235,7 @@ class LocalStore:
     @_retried
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
         with self._errors("copy", source.key), self._opened(source.key) as (fd, info):
-            self._check_etag(info, source.etag)
+            check_conditions(info, self._url(source.key), if_match=source.etag)
             return self._publish(target, lambda out: _copy(fd, out, info.size))
 
     @_retried
@@ -301,11 +301,8 @@ class LocalStore:
                     remove(upload, outer)
             prune(self.root, above)
 
-    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        yield from self._uploads(prefix)
-
     @_retried
-    def _uploads(self, prefix: str) -> builtins.list[OpenUpload]:
+    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
         start, uploads = prefix[: prefix.rfind("/") + 1], builtins.list[OpenUpload]()
         with self._errors("list_multipart", prefix), contextlib.suppress(*_ABSENT), self._above(start) as (above, _):
             for path, folders, files, fd in os.fwalk(".", dir_fd=above):
@@ -314,7 +311,7 @@ class LocalStore:
                     key = start + os.path.normpath(f"{path}/{name}")
                     if key.startswith(prefix):
                         uploads.append(OpenUpload(key, upload_id, started))
-        return uploads
+        return iter(uploads)
 
     def has_hard_links(self, key: str) -> bool:
         """Return True if a trial shows that objects beside this key are created by hard links, not under a lock."""
@@ -377,8 +374,8 @@ class LocalStore:
         with locked(above, name) as ensure:
             if if_none_match and _is_there(name, above):
                 raise exists
-            if if_match is not None and self._etag_now(key, above, name) != if_match:
-                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+            if if_match is not None:
+                check_conditions(self._present(key, above, name), self._url(key), if_match=if_match)
             ensure()
             try:
                 os.replace(partial, name, src_dir_fd=above, dst_dir_fd=above)
@@ -437,15 +434,10 @@ class LocalStore:
             raise FileNotFoundError(errno.ENOENT, "not a file", name)
         return status
 
-    def _etag_now(self, key: str, above: int, name: str) -> str | None:
-        try:
-            return _etag(self._status(key, above, name))
-        except FileNotFoundError:
-            return None
-
-    def _check_etag(self, info: ObjectInfo, expected: str | None) -> None:
-        if expected is not None and info.etag != expected:
-            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(info.key))
+    def _present(self, key: str, above: int, name: str) -> ObjectInfo | None:
+        with contextlib.suppress(FileNotFoundError):
+            return _info(key, self._status(key, above, name))
+        return None
 
     def _walk(self, above: int, folder: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield the keys below `folder` that begin with `prefix`, in order, each with the descriptor of its folder."""

@@ -39,6 +39,7 @@ from bucketpoint.stores.base import (
     ObjectInfo,
     OpenUpload,
     Part,
+    check_conditions,
     crc_of,
     scratch_key,
 )
@@ -241,7 +242,7 @@ class FsspecStore:
             _one_writer if looks else contextlib.nullcontext(),
         ):
             if looks:
-                self._look(key, if_none_match=if_none_match, if_match=if_match)
+                check_conditions(self._find(key), self._url(key), if_none_match=if_none_match, if_match=if_match)
             target = self.fs, self._path(key), data
             if native and if_match is not None:
                 reply = self.driver.replace(*target, if_match, crc32c)
@@ -351,14 +352,14 @@ class FsspecStore:
             info = self._find(key)
             if info is None:
                 return
-            self._match(info, etag)
+            check_conditions(info, self._url(key), if_match=etag)
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
 
     @_given_up
     def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
         before = self.head(source.key)
-        self._match(before, source.etag)
+        check_conditions(before, self._url(source.key), if_match=source.etag)
         with self._errors("copy", source.key):
             self.driver.copy(self.fs, self._path(source.key), self._path(target))
         try:
@@ -414,13 +415,6 @@ class FsspecStore:
         """Error class for a write that fails with "not found": without real folders only the bucket can be missing."""
         return ObjectNotFoundError if has_folders(self.fs) else BucketNotFoundError
 
-    def _look(self, key: str, *, if_none_match: bool, if_match: str | None) -> None:
-        present = self._find(key)
-        if if_none_match and present is not None:
-            raise PreconditionFailedError("the object exists", url=self._url(key))
-        if if_match is not None and (present is None or present.etag != if_match):
-            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
-
     def _written(
         self, key: str, size: int, reply: WriteReply, crc32c: int | None = None, *, looked: bool = False
     ) -> ObjectInfo:
@@ -460,11 +454,7 @@ class FsspecStore:
 
     def _check_etag(self, key: str, if_match: str | None) -> None:
         if if_match is not None:
-            self._match(self.head(key), if_match)
-
-    def _match(self, info: ObjectInfo, etag: str | None) -> None:
-        if etag is not None and info.etag != etag:
-            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(info.key))
+            check_conditions(self.head(key), self._url(key), if_match=if_match)
 
     def _path(self, key: str) -> str:
         return f"{self.root.rstrip('/')}/{key}"

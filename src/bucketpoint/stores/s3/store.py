@@ -34,6 +34,7 @@ from bucketpoint.stores.base import (
     OpenUpload,
     Part,
     Store,
+    check_conditions,
     crc_of,
     encoded_crc,
     scratch_key,
@@ -177,14 +178,10 @@ class S3Store(HttpStore):
         """Check a condition by HEAD for a service without conditional writes. Misses writes between HEAD and PUT."""
         if not if_none_match and if_match is None:
             return
-        try:
-            etag = self.head(key).etag
-        except ObjectNotFoundError:
-            if if_match is None:
-                return
-            etag = None
-        if if_none_match or etag != if_match:
-            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+        present = None
+        with contextlib.suppress(ObjectNotFoundError):
+            present = self.head(key)
+        check_conditions(present, self._url(key), if_none_match=if_none_match, if_match=if_match)
 
     def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
         given = {"Range": wanted, "IfMatch": None if if_match is None else _quoted(if_match)}
@@ -225,8 +222,7 @@ class S3Store(HttpStore):
             self._delete_matched(key, etag)
             return
         with contextlib.suppress(ObjectNotFoundError):
-            if self.head(key).etag != etag:
-                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+            check_conditions(self.head(key), self._url(key), if_match=etag)
             self._call("DeleteObject", key, Key=key)
 
     def _delete_matched(self, key: str, etag: str) -> None:
