@@ -43,9 +43,10 @@ class Driver:
 
     Attributes:
         name: name of the library, for tables.
-        creates: `create` is one request, whose condition the service itself checks.
-        replaces: `replace` is one request, whose condition the service itself checks.
+        creates: `write_if` without an ETag is one request, whose condition the service itself checks.
+        replaces: `write_if` with an ETag is one, too.
         checks: the service reports the CRC32C of the bytes that it received.
+        summed: arguments of each write, with which the service does so.
         limits: limits of a multipart upload whose parts may be sent in parallel and in any order, by their names in
             `Capabilities`. Empty if there are no such uploads.
         max_put_bytes: the largest body that is sent in one request.
@@ -58,6 +59,7 @@ class Driver:
     creates = False
     replaces = False
     checks = False
+    summed: Mapping[str, str] = MappingProxyType({})
     limits: Mapping[str, Any] = MappingProxyType({})
     max_put_bytes = 1 << 62
     private = False
@@ -67,9 +69,9 @@ class Driver:
     def bound_retries(self, fs: AbstractFileSystem) -> None:
         """Limit the library's retries for an unreachable service, on a filesystem that bucketpoint made."""
 
-    def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
+    def write(self, fs: AbstractFileSystem, path: str, data: bytes) -> WriteReply:
         if not has_folders(fs):
-            return write_reply(fs.pipe_file(path, data))
+            return write_reply(fs.pipe_file(path, data, **self.summed))
         _renamed(fs, path, lambda temporary: fs.pipe_file(temporary, data))
         return {}
 
@@ -80,12 +82,16 @@ class Driver:
         else:
             fs.cp_file(source, target)
 
-    def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
-        """Write an object. If it exists already, raises FileExistsError, or an exception with status 412 or 409."""
-        return write_reply(fs.pipe_file(path, data, mode="create"))
+    def write_if(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str | None) -> WriteReply:
+        """Write an object only if it still has this ETag; if `etag` is None, only if no object exists.
 
-    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
-        """Write an object only if it still has this ETag. Raises an exception with status 412 otherwise."""
+        Otherwise raises FileExistsError, or an exception with status 412 or 409.
+        """
+        condition = {"mode": "create"} if etag is None else self.matching(etag)
+        return write_reply(fs.pipe_file(path, data, **condition, **self.summed))
+
+    def matching(self, etag: str) -> dict[str, Any]:
+        """Return the arguments of a write that is only made if the object still has this ETag."""
         raise NotImplementedError
 
     def begin(self, fs: AbstractFileSystem, path: str) -> str:
@@ -201,9 +207,6 @@ class Memory(Driver):
     private = True
 
 
-_SUMMED = {"ChecksumAlgorithm": "CRC32C"}
-
-
 class S3FS(Driver):
     """Driver for s3fs, which passes unknown arguments on to the S3 operation.
 
@@ -217,30 +220,25 @@ class S3FS(Driver):
     name = "s3fs"
     shared = True
     creates = replaces = checks = True
+    summed = MappingProxyType({"ChecksumAlgorithm": "CRC32C"})
     limits = MappingProxyType({"min_part_bytes": 5 * MIB, "max_part_bytes": 5 << 30, "max_parts": 10_000})
     # MinIO lists uploads only by their whole key, and s3fs does not show which service it reaches.
     lists_uploads = False
     # `pipe_file` sends a body of twice its part size or more in parts, which have no checksum of the whole body.
     max_put_bytes = 100 * MIB - 1
 
-    def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
-        return write_reply(fs.pipe_file(path, data, **_SUMMED))
-
-    def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
-        return write_reply(fs.pipe_file(path, data, mode="create", **_SUMMED))
-
-    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
-        return write_reply(fs.pipe_file(path, data, IfMatch=f'"{etag}"', **_SUMMED))
+    def matching(self, etag: str) -> dict[str, Any]:
+        return {"IfMatch": f'"{etag}"'}
 
     def begin(self, fs: AbstractFileSystem, path: str) -> str:
-        reply = fs.call_s3("create_multipart_upload", **_bucket_and_key(fs, path), **_SUMMED)
+        reply = fs.call_s3("create_multipart_upload", **_bucket_and_key(fs, path), **self.summed)
         return str(reply["UploadId"])
 
     def send(
         self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
     ) -> str:
         where = {**_bucket_and_key(fs, path), "UploadId": upload_id, "PartNumber": number}
-        reply = fs.call_s3("upload_part", **where, Body=data, **_SUMMED)
+        reply = fs.call_s3("upload_part", **where, Body=data, **self.summed)
         check(reply, crc32c)
         return str(reply["ETag"]).strip('"')
 
@@ -310,11 +308,10 @@ class ADLFS(Driver):
         if hasattr(policy, "connect_retries"):
             policy.connect_retries = min(policy.connect_retries, MOST_CONNECT_RETRIES)
 
-    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
+    def matching(self, etag: str) -> dict[str, Any]:
         from azure.core import MatchConditions
 
-        condition = {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified}
-        return write_reply(fs.pipe_file(path, data, **condition))
+        return {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified}
 
     def begin(self, fs: AbstractFileSystem, path: str) -> str:
         upload_id = secrets.token_hex(8)

@@ -244,21 +244,14 @@ class FsspecStore:
             if looks:
                 check_conditions(self._find(key), self._url(key), if_none_match=if_none_match, if_match=if_match)
             target = self.fs, self._path(key), data
-            if native and if_match is not None:
-                reply = self.driver.replace(*target, if_match, crc32c)
-            elif native:
-                reply = self.driver.create(*target, crc32c)
-            else:
-                reply = self.driver.write(*target, crc32c)
+            reply = self.driver.write_if(*target, if_match) if native else self.driver.write(*target)
             return self._written(key, len(data), reply, crc32c, looked=looks)
 
     @_given_up
     def _put_unseen(self, key: str, data: bytes, etag: str | None = None) -> None:
         """Create an object, or replace the one with this ETag, by the service's condition alone, for the trial."""
-        target = self.fs, self._path(key), data
         with self._errors("put", key, missing=self._above if etag is None else ObjectNotFoundError, conditional=True):
-            driver = self.driver
-            reply = driver.create(*target, None) if etag is None else driver.replace(*target, etag, None)
+            reply = self.driver.write_if(self.fs, self._path(key), data, etag)
             self._written(key, len(data), reply)
 
     @_given_up
