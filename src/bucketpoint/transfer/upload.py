@@ -51,6 +51,15 @@ class Segment:
     digest_seed: bytes | None = None
     digests_of: Sequence[int] = ()
 
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes `[start, stop)` of a segment that is no table. Bytes of `fill` are in new memory."""
+        if self.fill is None:
+            assert self.data is not None
+            return self.data[start:stop]
+        out = memoryview(bytearray(stop - start))
+        self.fill(start, out)
+        return out
+
 
 @dataclass(frozen=True)
 class ObjectSource:
@@ -244,8 +253,7 @@ class _ObjectUpload:
                     digests = [self._digest(index) or b"" for index in segment.digests_of]
                     view = memoryview(b"".join([*digests, segment.data or b""]))[low:high]
                 else:
-                    assert segment.data is not None
-                    view = segment.data[low:high]
+                    view = segment.read(low, high)
                 body.append(view)
                 crc = combine(crc, self._checksum(index, low, view), high - low)
             yield body, crc
@@ -286,12 +294,7 @@ class _ObjectUpload:
         nbytes = min(BLOCK_BYTES, segment.nbytes - start)
         if len(view) < nbytes:
             # The block ends in the next part, whose view lacks the beginning of the block.
-            if segment.data is not None:
-                view = segment.data[start:]
-            else:
-                assert segment.fill is not None
-                view = memoryview(bytearray(nbytes))
-                segment.fill(start, view)
+            view = segment.read(start, start + nbytes)
         slot = start // BLOCK_BYTES * DIGEST_BYTES
         self._block_digests[index][slot : slot + DIGEST_BYTES] = block_digest(view[:nbytes])
 
@@ -329,9 +332,7 @@ def _bytes_of(source: ObjectSource, uploaded: Uploaded) -> Iterator[memoryview]:
     for segment in source.segments:
         if segment.fill is not None:
             for start in range(0, segment.nbytes, MIB):
-                piece = memoryview(bytearray(min(MIB, segment.nbytes - start)))
-                segment.fill(start, piece)
-                yield piece
+                yield segment.read(start, min(start + MIB, segment.nbytes))
         elif segment.table_of:
             crcs = [crc for index in segment.table_of for crc in uploaded.block_crcs[index]]
             yield memoryview(struct.pack(f"<{len(crcs)}I", *crcs))

@@ -92,13 +92,5 @@ def _nbytes_of(value: torch.Tensor | memoryview) -> int:
 
 def _write(item: WriteItem, value: torch.Tensor | memoryview, target: Any) -> None:
     for segment in item_segments(item, value):
-        buffer = memoryview(bytearray(_COPY_BYTES if segment.fill is not None else 0))
         for start in range(0, segment.nbytes, _COPY_BYTES):
-            stop = min(start + _COPY_BYTES, segment.nbytes)
-            if segment.fill is not None:
-                piece = buffer[: stop - start]
-                segment.fill(start, piece)
-            else:
-                assert segment.data is not None
-                piece = segment.data[start:stop]
-            target.write(piece)
+            target.write(segment.read(start, min(start + _COPY_BYTES, segment.nbytes)))

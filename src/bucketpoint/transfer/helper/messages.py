@@ -217,16 +217,6 @@ def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterat
             yield SegmentsToUpload(source.key, start == 0, [remote(segment) for segment in some])
 
 
-def read_stretch(segment: Segment, start: int, nbytes: int) -> bytes:
-    """Return bytes of a segment outside shared memory."""
-    if segment.fill is None:
-        assert segment.data is not None
-        return bytes(segment.data[start : start + nbytes])
-    out = bytearray(nbytes)
-    segment.fill(start, memoryview(out))
-    return bytes(out)
-
-
 _HEADER = struct.Struct("<Q")
 """Length of the pickled message, in bytes. The descriptors of the message are sent with its header."""
 

@@ -33,7 +33,6 @@ from bucketpoint.transfer.helper.messages import (
     UploadOrder,
     Wanted,
     described,
-    read_stretch,
 )
 from bucketpoint.transfer.helper.start import start_process
 from bucketpoint.transfer.options import Meter, TransferOptions
@@ -314,7 +313,8 @@ class _Running:
                     target.handle(record)
             elif isinstance(message, Wanted):
                 segment = work.sources[message.number].segments[message.segment]
-                self._channel.send(Given(message.request, read_stretch(segment, message.start, message.nbytes)))
+                data = segment.read(message.start, message.start + message.nbytes)
+                self._channel.send(Given(message.request, bytes(data)))
         return None
 
     def _next_message(self) -> object | None:
