@@ -24,19 +24,9 @@ from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded
 from bucketpoint.version import __version__
 
 
-@dataclass(frozen=True)
-class Ready:
-    """First message of a helper, with the version and path of the bucketpoint that it has imported."""
-
-    version: str
-    folder: str
-
-    @staticmethod
-    def of_this_process() -> Ready:
-        return Ready(__version__, os.path.dirname(os.path.realpath(__file__)))
-
-    def __str__(self) -> str:
-        return f"{self.version} in {self.folder}"
+def this_bucketpoint() -> str:
+    """Return the version and the folder of the imported bucketpoint: the first message of a helper."""
+    return f"{__version__} in {os.path.dirname(os.path.realpath(__file__))}"
 
 
 @dataclass(frozen=True)

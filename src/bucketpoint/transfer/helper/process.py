@@ -29,10 +29,10 @@ from bucketpoint.transfer.helper.messages import (
     MappableMemory,
     Moved,
     OrderRefused,
-    Ready,
     UploadOrder,
     Wanted,
     described,
+    this_bucketpoint,
 )
 from bucketpoint.transfer.helper.start import start_process
 from bucketpoint.transfer.options import Meter, TransferOptions
@@ -345,7 +345,7 @@ class _Running:
                 return False
             fate = _fate(status) if in_time else f"was not ready after {READY_S:.0f} s"
             raise HelperUnavailableError(f"a process of {sys.executable} was started and {fate}; see standard error")
-        own = Ready.of_this_process()
+        own = this_bucketpoint()
         if received[0] != own:
             raise HelperUnavailableError(
                 f"a new process imports bucketpoint {received[0]}, and this one {own}; after an upgrade, "

@@ -37,12 +37,12 @@ from bucketpoint.transfer.helper.messages import (
     Logged,
     Moved,
     OrderRefused,
-    Ready,
     RemoteSegment,
     SegmentsToUpload,
     UploadOrder,
     Wanted,
     descriptor_of,
+    this_bucketpoint,
 )
 from bucketpoint.transfer.helper.start import LEFT_TO_TRAINER
 from bucketpoint.transfer.options import Meter
@@ -73,7 +73,7 @@ def main(descriptor: int, trainer: int) -> None:
         # Imported while the trainer stages, so that the first order does not wait for a provider's library.
         importlib.import_module(f"bucketpoint.stores.{provider}")
     with contextlib.suppress(OSError):
-        channel.send(Ready.of_this_process())
+        channel.send(this_bucketpoint())
     while True:
         try:
             received = channel.receive(until_end_of=end)
