@@ -135,18 +135,18 @@ def build_client(options: S3Options) -> S3Client:
     policy = _retry_policy(options, core)
     arguments = _client_arguments(options, core)
     core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
-    chosen = "payload_signing_enabled" in _own_s3_settings(options)
+    chosen = "payload_signing_enabled" in _botocore_setting(options, "s3")
     api = None
     with contextlib.suppress(ValueError):
         try:
             client = core.create_client(
-                "s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments
+                "s3", config=_config(options, sign_payload=None if chosen else False), **arguments
             )
             endpoint = urlsplit(client.meta.endpoint_url)
             if not chosen and endpoint.scheme == "http" and not is_loopback(endpoint.hostname or ""):
                 # AWS documents unsigned payloads for HTTPS only: over plain HTTP only the signature protects the body
                 # from changes. On the loopback interface, signing would only cost 0.8 s of SHA-256 per gigabyte.
-                client = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
+                client = core.create_client("s3", config=_config(options, sign_payload=True), **arguments)
         except TypeError as error:
             remedy = "See boto3.session.Session.client for its arguments"
             raise BucketpointError(f"client_kwargs: {error}", remedy=remedy) from None
@@ -160,12 +160,14 @@ def build_client(options: S3Options) -> S3Client:
     parameters = options.request_parameters()
     _refuse_key_in_clear(api.meta.endpoint_url, parameters)
     api.meta.events.register_first("choose-signer.s3.DeleteObject", _presigned)
-    _share_trust_store(api)
-    manager = _pool_manager(api)
+    session = http_session(api)
+    # urllib3's pool manager; None if this version of botocore keeps it elsewhere.
+    manager = getattr(session, "_manager", None)
     if manager is not None:
+        _share_trust_store(manager)
         make_cuttable(manager)
     service = _service(options, api.meta.endpoint_url)
-    exchange = S3Exchange(http_session(api), service)
+    exchange = S3Exchange(session, service)
     api.meta.events.register("before-send.s3", exchange)
     by_operation = _parameters_by_operation(api, parameters)
     return S3Client(api, str(api.meta.region_name), by_operation, policy, service, exchange)
@@ -231,12 +233,12 @@ def _refuse_no_verification(options: S3Options) -> None:
             )
 
 
-def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Config:
+def _config(options: S3Options, *, sign_payload: bool | None) -> Config:
     given, service = dict(options.config_kwargs), options.service
     s3 = {
         "payload_signing_enabled": sign_payload,
         "addressing_style": service and s3_services.named(service).addressing,
-        **_own_s3_settings(options),
+        **_botocore_setting(options, "s3"),
     }
     given.pop("s3", None)
     settings: dict[str, Any] = {
@@ -266,10 +268,10 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
     return config if base is None else config.merge(base).merge(ours)
 
 
-def _own_s3_settings(options: S3Options) -> dict[str, Any]:
-    """Return the user's `s3` settings, from a `Config` object and from `config_kwargs`."""
+def _botocore_setting(options: S3Options, name: str) -> dict[str, Any]:
+    """Return a setting of botocore's, which is a dict, from a `Config` object and from `config_kwargs`."""
     base = options.client_kwargs.get("config")
-    return {**dict(getattr(base, "s3", None) or {}), **dict(options.config_kwargs.get("s3") or {})}
+    return {**dict(getattr(base, name, None) or {}), **dict(options.config_kwargs.get(name) or {})}
 
 
 def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
@@ -287,8 +289,7 @@ def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
 
 def _configured_attempts(options: S3Options) -> Any:
     """Return the attempts in botocore's `retries` setting, whose `max_attempts` does not count the first attempt."""
-    base = getattr(options.client_kwargs.get("config"), "retries", None)
-    given = {**dict(base or {}), **dict(options.config_kwargs.get("retries") or {})}
+    given = _botocore_setting(options, "retries")
     if "total_max_attempts" in given:
         return given["total_max_attempts"]
     return int(given["max_attempts"]) + 1 if "max_attempts" in given else None
@@ -331,16 +332,11 @@ def http_session(api: Any) -> Any:
     return getattr(getattr(api, "_endpoint", None), "http_session", None)
 
 
-def _pool_manager(api: Any) -> Any:
-    """Return urllib3's pool manager of a boto3 client; None if this version of botocore keeps it elsewhere."""
-    return getattr(http_session(api), "_manager", None)
-
-
-def _share_trust_store(api: Any) -> None:
-    """Make all connections of a client share one parsed bundle of certificates.
+def _share_trust_store(manager: Any) -> None:
+    """Make all connections of a pool manager share one parsed bundle of certificates.
 
     urllib3 parses the bundle for each connection, which takes 16 ms: half a second for 32 connections.
     """
-    context = getattr(_pool_manager(api), "connection_pool_kw", {}).get("ssl_context")
+    context = getattr(manager, "connection_pool_kw", {}).get("ssl_context")
     if type(context) is ssl.SSLContext:
         context.__class__ = _SharedTrust
