@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,14 +82,19 @@ def copy_whole(store: Store, source: ObjectInfo, target: str) -> ObjectInfo:
     Sends a copy request and a HEAD. Only the store retries transient failures: the caller can upload the bytes instead.
 
     Raises:
-        ObjectNotFoundError, PreconditionFailedError: the source was deleted or replaced. A copy may exist.
+        ObjectNotFoundError, PreconditionFailedError: the source was deleted or replaced. The copy is deleted.
     """
     done = store.copy(source, target)
-    # Some services ignore the condition of a copy. An object that is unchanged now was unchanged during the copy.
-    now = store.head(source.key)
-    if (now.etag, now.size) != (source.etag, source.size):
-        raise PreconditionFailedError("the object was replaced during its copy", url=f"{store.url}/{source.key}")
-    _check_size(store, source, done)
+    try:
+        # Some services ignore the condition of a copy. An object that is unchanged now was unchanged during the copy.
+        now = store.head(source.key)
+        if (now.etag, now.size) != (source.etag, source.size):
+            raise PreconditionFailedError("the object was replaced during its copy", url=f"{store.url}/{source.key}")
+        _check_size(store, source, done)
+    except StoreError:
+        with contextlib.suppress(StoreError):
+            store.delete([target])
+        raise
     return done
 
 
