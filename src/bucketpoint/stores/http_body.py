@@ -54,16 +54,6 @@ def _runs(buffers: Buffers) -> Iterator[list[memoryview]]:
         yield run
 
 
-def pieces(buffers: Buffers) -> Iterator[memoryview | bytes]:
-    """Yield the buffers in pieces of at most about `PIECE_BYTES`: large buffers sliced, runs of small ones joined."""
-    for run in _runs(buffers):
-        if len(run) > 1:
-            yield b"".join(run)
-            continue
-        for start in range(0, run[0].nbytes, PIECE_BYTES):
-            yield run[0][start : start + PIECE_BYTES]
-
-
 def scatter(data: memoryview, buffers: Buffers) -> None:
     """Copy `data` into `buffers`, in order."""
     for view in buffers:
@@ -89,7 +79,13 @@ class Pieces:
         return self._size
 
     def __iter__(self) -> Iterator[memoryview | bytes]:
-        return pieces(self._buffers)
+        """Yield pieces of at most about `PIECE_BYTES`: large buffers sliced, runs of small ones joined."""
+        for run in _runs(self._buffers):
+            if len(run) > 1:
+                yield b"".join(run)
+                continue
+            for start in range(0, run[0].nbytes, PIECE_BYTES):
+                yield run[0][start : start + PIECE_BYTES]
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return 0

@@ -44,7 +44,7 @@ def test_reads_seeks_and_tells_an_outgoing_body_like_a_file(chunks: list[bytes],
     whole = b"".join(chunks)
     body = s3_exchange.OutgoingBody(views(*chunks))
     assert len(body) == len(whole)
-    assert b"".join(http_body.pieces(views(*chunks))) == whole
+    assert b"".join(http_body.Pieces(views(*chunks))) == whole
     at = data.draw(st.integers(0, len(whole)))
     size = data.draw(st.integers(0, len(whole)))
     assert body.seek(at) == body.tell() == at
@@ -58,9 +58,9 @@ def test_reads_seeks_and_tells_an_outgoing_body_like_a_file(chunks: list[bytes],
 
 def test_sends_ten_thousand_small_buffers_in_few_pieces_and_copies_no_large_ones() -> None:
     small = [memoryview(b"x" * 100)] * 10_000
-    assert len(list(http_body.pieces(small))) == 4
+    assert len(list(http_body.Pieces(small))) == 4
     large = bytearray(MIB)
-    for piece in http_body.pieces(views(large)):
+    for piece in http_body.Pieces(views(large)):
         assert isinstance(piece, memoryview)
         assert piece.obj is large
         assert piece.nbytes <= http_body.PIECE_BYTES
