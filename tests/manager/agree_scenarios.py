@@ -283,11 +283,9 @@ def disagree_under_warn(rank: int, world: int, root: str) -> Any:
             return "raised"
 
 
-def fail_in_together(rank: int, world: int, root: str, connected: bool) -> Any:
+def fail_in_together(rank: int, world: int, root: str) -> Any:
     """Ranks 1 and 2 fail, each in its own way: all raise the error of rank 1."""
-    group = Ranks()
-    if connected:
-        group.connect("a test")
+    group = Ranks("a test")
 
     def attempt() -> int:
         if rank == 1:

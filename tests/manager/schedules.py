@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.manager import CheckpointManager
-from bucketpoint.manager import manager as managing
+from bucketpoint.manager import CheckpointManager, ranks
 from bucketpoint.retention import InFlight, Save, SaveEvery, SaveEveryMinutes
 from bucketpoint.staging import StagingOptions
 from bucketpoint.stores.local import LocalStore
@@ -132,7 +131,7 @@ def live(rank: int, world: int, folder: str, life: Life) -> None:
 
     with (
         mock.patch.object(LocalStore, "put", slow),
-        mock.patch.object(managing, "COLLECTIVE_TIMEOUT", timedelta(seconds=LOST_S)),
+        mock.patch.object(ranks, "COLLECTIVE_TIMEOUT", timedelta(seconds=LOST_S)),
         CheckpointManager(f"{folder}/run", policy=policy(rng.choice((2, 5)), save=save), staging=staging) as manager,
     ):
         target = state(0, rank)

@@ -84,11 +84,8 @@ def test_raises_what_interrupts_a_load_on_that_rank_and_names_it_on_the_others(
     assert "rank=1" in other
 
 
-@pytest.mark.parametrize("connected", [False, True])
-def test_goes_on_together_or_raises_on_all_ranks(ranks: Ranks, root: str, connected: bool) -> None:
-    assert ranks.run(scenarios.fail_in_together, root, connected) == [
-        ["BucketpointError: of rank 1", rank] for rank in range(2)
-    ]
+def test_goes_on_together_or_raises_on_all_ranks(ranks: Ranks, root: str) -> None:
+    assert ranks.run(scenarios.fail_in_together, root) == [["BucketpointError: of rank 1", rank] for rank in range(2)]
 
 
 @pytest.mark.parametrize("how", ["result", "exception", "wait"])

@@ -25,7 +25,7 @@ from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import as_failure
 from bucketpoint.dcp.meeting import ANSWERS_WITHIN_S, Failure, Meeting, named, poll
 from bucketpoint.errors import LISTED, BucketpointError, PeerFailedError
-from bucketpoint.forks import process_lock
+from bucketpoint.forks import process_lock, renew_in_child
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class Mesh:
         mesh.wait_for(within)
         mesh.leave = weakref.finalize(mesh, process_groups.leave, group)
         mesh.leave.atexit = False
+        renew_in_child(mesh, lambda inherited: inherited.leave.detach())
         return mesh
 
     def wait_for(self, timeout: timedelta, *, at_most: bool = False) -> None:

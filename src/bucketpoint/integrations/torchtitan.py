@@ -38,7 +38,7 @@ from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError
 from bucketpoint.location import Location
-from bucketpoint.manager.ranks import COLLECTIVE_TIMEOUT, Ranks
+from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.restoring import LoadOutcome, attempt, restored, with_states
 from bucketpoint.manager.saving import begin_together, may_be_warned
 from bucketpoint.manager.triggers import Triggers
@@ -97,8 +97,7 @@ class BucketpointManager(CheckpointManager):
             self.initial_load_path, self.initial_load_in_hf = config.hf_source, True
         self._hf_target = config.hf_target
         self.last_save_in_hf = self.last_save_in_hf or self._hf_target is not None
-        ranks = self._ranks = Ranks()
-        ranks.connect("CheckpointManager()", collectives=COLLECTIVE_TIMEOUT)
+        ranks = self._ranks = Ranks("CheckpointManager()")
         policy = self._policy = ranks.on_coordinator(lambda: _policy_of(config), "CheckpointManager()")
         ranks.limit(policy.save.in_flight.timeout)
         self._fresh = config.fresh

@@ -42,9 +42,7 @@ def job_ranks(what: str) -> Ranks:
         return Ranks(what)
     world: Any = dist.group.WORLD
     if world not in _ranks:
-        ranks = Ranks(what)
-        ranks.connect(what)
-        _ranks[world] = ranks
+        _ranks[world] = Ranks(what)
     return _ranks[world]
 
 

@@ -34,7 +34,7 @@ from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.forks import Event, renew_in_child
 from bucketpoint.location import Location
-from bucketpoint.manager.ranks import COLLECTIVE_TIMEOUT, Ranks
+from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.restoring import Restored, attempt, restored
 from bucketpoint.manager.saving import (
     ManagerStatus,
@@ -112,7 +112,7 @@ class CheckpointManager:
             refuse_other_root(read, catalog, place)
             return read, catalog, Stager(staging), Uploads(transfer or TransferOptions())
 
-        self._ranks = Ranks(members=process_group)
+        self._ranks = Ranks("CheckpointManager()", process_group)
         made = self._ranks.together("CheckpointManager()", prepared)
         self.policy, self.catalog, self._stager, self._uploads = made
         self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
@@ -120,7 +120,7 @@ class CheckpointManager:
         self._facts = {"git_sha": git_sha, "config_hash": config_hash}
         self._grace_s = grace_s
         save = self.policy.save
-        self._ranks.connect("CheckpointManager()", timeout=save.in_flight.timeout, collectives=COLLECTIVE_TIMEOUT)
+        self._ranks.limit(save.in_flight.timeout)
         # Each rank reads the policy's file. If the copies differed, some ranks would save and wait for the others.
         self._ranks.refuse_unless_same("`save:` of the policy", save, "CheckpointManager()")
         own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged}

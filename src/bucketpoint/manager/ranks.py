@@ -39,58 +39,51 @@ class Ranks:
     Code that can fail on one rank runs in `together`, after which all ranks continue or all raise. A rank that waits
     for others logs after 10 s which are missing, and at the timeout raises an error that names them.
 
-    `connect` makes two gloo groups, one for the manager's own collectives, and one for all saves and loads of these
-    ranks: so the collectives of training, of the manager and of a save under way never mix. Before `connect`,
-    `together` uses the job's TCP store. The call after a failed wait reconnects.
+    There are two gloo groups, one for the manager's own collectives, and one for all saves and loads of these ranks: so
+    the collectives of training, of the manager and of a save under way never mix. The call after a failed wait
+    reconnects.
 
     Args:
-        what: name of the caller's object, for messages.
+        what: the call as in the program's text, the same on all ranks: making this object is a collective call.
         members: torch's group of the ranks; None for all ranks of the job.
 
     Attributes:
         members: the argument `members`, which `async_save` needs as its process group.
-        group: group of the manager's collectives; None before `connect`, and without torch.distributed.
-        limit_s: longest time in seconds that a rank waits for the others' work.
+        limit_s: longest time in seconds that a rank waits for the others' work; by default the timeout of the members'
+            group, which also limits waits for missing ranks.
         load_s: longest time in seconds that a rank waits for the end of a load on the others.
 
     Raises:
         BucketpointError: there are several ranks and no process group.
     """
 
-    def __init__(self, what: str = "A checkpoint manager", members: Any = None) -> None:
+    def __init__(self, what: str, members: Any = None) -> None:
         process_groups.refuse_a_rank_alone(what)
-        self.group: Any = None
+        self._mesh: meshes.Mesh | None = None
         self._ranks = process_groups.ranks_of(members)
         self.world = len(self._ranks)
         self.rank = self._ranks.index(process_groups.this_rank()) if self.world > 1 else 0
-        waits = process_groups.timeout_of(members) if process_groups.is_initialized() else timedelta()
-        self.limit_s = waits.total_seconds()
-        self._come_s = self.limit_s
-        self.load_s = 0.0
         self.members = members
-        self._connects = False
         self._calls = 0
-
-    def connect(self, what: str, *, timeout: timedelta | None = None, collectives: timedelta | None = None) -> None:
-        """Make the groups. A collective call.
-
-        Args:
-            timeout: longest time that a rank waits for the others; by default the timeout of the members' group, which
-                also limits waits for missing ranks.
-            collectives: least value of `load_s`.
-        """
-        if not process_groups.is_initialized():
-            return
-        self._connects = True
-        if timeout is not None:
-            self.limit(timeout)
-        self.load_s = max(2 * self.limit_s, collectives.total_seconds() if collectives is not None else 0.0)
-        self._reconnect(what)
+        waits = process_groups.timeout_of(members) if process_groups.is_initialized() else timedelta()
+        self._come_s = waits.total_seconds()
+        self.limit(waits)
+        if process_groups.is_initialized():
+            self._reconnect(what)
 
     def limit(self, timeout: timedelta) -> None:
         """Set the longest time that a rank waits for the others. It must be the same on all ranks."""
         self.limit_s = timeout.total_seconds()
         self._come_s = min(self._come_s, self.limit_s)
+        self.load_s = max(2 * self.limit_s, COLLECTIVE_TIMEOUT.total_seconds())
+        if self._mesh is not None:
+            # Ranks wait in DCP's collectives for each other's reads.
+            self._mesh.wait_for(timedelta(seconds=self.load_s), at_most=True)
+
+    @property
+    def group(self) -> Any:
+        """Group of the manager's collectives; None without torch.distributed, and after a failed wait."""
+        return self._mesh.group if self._mesh is not None else None
 
     @property
     def global_rank(self) -> int:
@@ -112,15 +105,13 @@ class Ranks:
             BaseException: on an interrupted rank, the interrupt.
         """
         self._refuse_other_group(what)
-        if self._connects and self.group is None:
+        if self.world > 1 and self.group is None:
             # Before the attempt, which may use the group.
             self._reconnect(what)
         result, error = _tried(attempt)
         if self.world == 1:
             if error is not None:
                 raise error
-        elif self.group is None:
-            self._meet(what, error)
         else:
             (failed,) = self.most([0 if error is None else self.world - self.rank], what)
             if failed:
@@ -152,7 +143,6 @@ class Ranks:
             return list(numbers)
         assert len(numbers) <= _SLOTS
         if self.group is None:
-            assert self._connects
             self._reconnect(what)
         call = zlib.crc32(what.encode())
         agreed = torch.tensor([call, -call, *numbers, *[0] * (_SLOTS - len(numbers))], dtype=torch.int64, device="cpu")
@@ -177,9 +167,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the manager's group. Not a collective call."""
-        if self.group is not None:
-            process_groups.leave(self.group)
-        self.group = None
+        if self._mesh is not None:
+            self._mesh.drop()
         self.world = 1
 
     @contextlib.contextmanager
@@ -218,16 +207,11 @@ class Ranks:
                     "init_process_group()",
                 )
 
-    def _meet(self, what: str, error: BaseException | None = None) -> Meeting:
-        meeting = Meeting.begin(self._ranks, what, purpose="manager", error=error)
-        meeting.wait(self._come_s)
-        return meeting
-
     def _reconnect(self, what: str) -> None:
-        meeting = self._meet(what)
+        meeting = Meeting.begin(self._ranks, what, purpose="manager")
+        meeting.wait(self._come_s)
         self._store, self._calls = meeting.store, 0
-        store, within = dist.PrefixStore("group", self._store), timedelta(seconds=self.load_s)
-        self.group = process_groups.connect(self._ranks, store, meeting.name, within)
+        self._mesh = meshes.Mesh.connect(meeting, timedelta(seconds=self.load_s))
         # The group of saves and loads is made now, in a collective call, and not at the first save. It lives as long as
         # the members' group: ranks may free `self.group` at different times, and one would then make a new group alone.
         meshes.group_beside(self.members)
@@ -344,11 +328,9 @@ class Ranks:
         return here.late(0.0, dead=True)
 
     def _give_up(self) -> None:
-        group, self.group = self.group, None
-        if group is None:
-            return
-        meshes.Mesh(group, "", timedelta()).cut()
-        process_groups.leave(group)
+        if self._mesh is not None:
+            self._mesh.cut()
+            self._mesh.drop()
 
 
 def _tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
