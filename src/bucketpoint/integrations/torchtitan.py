@@ -229,7 +229,7 @@ class BucketpointManager(CheckpointManager):
         logger.info("loading %s", url)
         states = self._ranks.together("the load of a checkpoint", lambda: self._states_to_load(step == SEED_STEP))
         outcome = self._attempt(states, url)
-        if outcome.loaded:
+        if outcome.error is None:
             logger.info("loaded %s in %.2f s", url, time.monotonic() - begun)
         return outcome
 
@@ -238,7 +238,7 @@ class BucketpointManager(CheckpointManager):
         if from_hf:
             states = self._ranks.together(call, partial(self.sd_adapter.to_hf, states))
         outcome = attempt(states, url, self._ranks)
-        if outcome.loaded:
+        if outcome.error is None:
 
             def load() -> None:
                 # torchtitan flattens the states of a model, so DCP cannot load them into the model.

@@ -46,6 +46,8 @@ _RANKS = 1 << 24
 """Upper bound of ranks. `code * _RANKS + place` is one number, whose maximum over all ranks decides the outcome."""
 
 _LOADED, _UNREADABLE, _REFUSED, _DAMAGED, _FAILED = range(5)
+"""Outcomes of an attempt to load, in the order in which they decide: the metadata cannot be decoded; the allow-list
+refuses it, or it has the format of a newer bucketpoint; the checkpoint is damaged; a rank failed for another reason."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,10 @@ class LoadOutcome:
 
     Attributes:
         error: the error of this rank, or else of the rank that decided the outcome; None if the state was loaded.
-        damaged: True if the checkpoint is damaged, and no rank failed for another reason.
-        doubtful: True if the metadata cannot be decoded: it is damaged, or not supported.
-        refused: True if the allow-list refuses the metadata, or it has the format of a newer bucketpoint.
     """
 
+    code: int
     error: BaseException | None = None
-    damaged: bool = False
-    doubtful: bool = False
-    refused: bool = False
-
-    @property
-    def loaded(self) -> bool:
-        return self.error is None
 
 
 class _WholeReader(BucketReader):
@@ -80,31 +73,13 @@ class _WholeReader(BucketReader):
         return metadata
 
 
-class _WithState:
-    """Stateful object with a `state_dict` made before any collective. Errors of its `load_state_dict` are no damage."""
-
-    failed = False
-
-    def __init__(self, of: Stateful) -> None:
-        self._of = of
-        self._state = of.state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.failed = True
-        self._of.load_state_dict(state)
-        self.failed = False
-
-
 def with_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """Call every `state_dict` before DCP's collectives, because it may fail, and return a state with the results.
 
     The order is that of the sorted keys, as in DCP: a `state_dict` may be a collective call.
     """
     values = {name: state[name] for name in sorted(state)}
-    return {name: _WithState(value) if isinstance(value, Stateful) else value for name, value in values.items()}
+    return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in values.items()}
 
 
 def attempt(
@@ -117,11 +92,12 @@ def attempt(
         return reader, with_states(state)
 
     error: BaseException | None = None
+    loaded = False
     try:
         # Before DCP's collectives, in which the other ranks would wait for a rank that has failed here.
         reader, held = ranks.together(_LOAD, prepared)
     except Exception as raised:  # noqa: BLE001 (raised by the caller)
-        return LoadOutcome(raised)
+        return LoadOutcome(_FAILED, raised)
     try:
         with ranks.calling_dcp(_LOAD, str(url), before=DAMAGE):
             dcp.load(
@@ -131,24 +107,27 @@ def attempt(
                 planner=planner or LoadPlanner(),
                 process_group=ranks.group,
             )
+            loaded = True
+            for name, values in held.items():
+                if isinstance(state[name], Stateful):
+                    state[name].load_state_dict(values)
     except BaseException as raised:
         if not isinstance(raised, Exception) and ranks.group is None:
             raise
         error = raised
-    failed = any(isinstance(value, _WithState) and value.failed for value in held.values())
-    worst = (_FAILED if failed else _code(error)) * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
+    # Errors of `load_state_dict` are no damage.
+    code = _FAILED if loaded and error is not None else _code(error)
+    worst = code * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
     # The timeout is long, because some ranks read more than others.
     (worst,) = ranks.most([worst], _LOAD, limit_s=ranks.load_s)
     code, place = divmod(worst, _RANKS)
     if code == _LOADED:
-        state.update({name: value for name, value in held.items() if not isinstance(value, _WithState)})
-        return LoadOutcome()
+        state.update({name: value for name, value in held.items() if not isinstance(state[name], Stateful)})
+        return LoadOutcome(_LOADED)
     failure = ranks.failure_of(ranks.world - place, error, _LOAD)
     if error is not None and not isinstance(error, Exception):
         raise error
-    return LoadOutcome(
-        error or failure, damaged=code != _FAILED, doubtful=code in (_UNREADABLE, _REFUSED), refused=code == _REFUSED
-    )
+    return LoadOutcome(code, error or failure)
 
 
 def _code(error: BaseException | None) -> int:
@@ -234,12 +213,12 @@ def restored(
                 kept = [] if among(gone_back)(checkpoint) else gone_back
                 pruner.give_up_only(united([*kept, *given_up]))
             return Restored(step, url, tuple(passed))
-        if named or not outcome.damaged:
+        if named or outcome.code == _FAILED:
             raise outcome.error
         # Metadata that cannot be decoded is damage only if it was altered since the save. Otherwise this version may
         # not support it, and the checkpoint is not given up.
-        may_be_whole = functools.partial(_may_be_whole, catalog, checkpoint, outcome.refused)
-        whole = outcome.doubtful and ranks.on_coordinator(may_be_whole, _CALL)
+        may_be_whole = functools.partial(_may_be_whole, catalog, checkpoint, outcome.code == _REFUSED)
+        whole = outcome.code in (_UNREADABLE, _REFUSED) and ranks.on_coordinator(may_be_whole, _CALL)
         if whole and not fresh:
             raise outcome.error
         logger.error("step %d cannot be loaded, so an older checkpoint is tried: %s", step, outcome.error)
