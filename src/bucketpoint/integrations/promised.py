@@ -22,18 +22,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.boxes import Regions, SavedBox, box_of, in_rounds, is_plain_view, overlap
 from bucketpoint.integrations.promised_calls import (
     SHARE_MEMORY,
-    OrderedDispatchMode,
-    OrderedFunctionMode,
     before_other_threads,
     has_own_dispatch,
     has_own_function,
+    in_order,
     is_composite,
     is_of_extension,
     place_of,
@@ -153,7 +153,7 @@ class Promises:
         """
         recording: list[Any] = []
         if not any(isinstance(mode, _Watch) for mode in _get_current_dispatch_mode_stack()):
-            recording = [before_other_threads(self._hand_over), _WatchMemory(self), _Watch(self)]
+            recording = [before_other_threads(self._hand_over), in_order(_WatchMemory(self), _Watch(self))]
             self._thread = threading.get_ident()
         try:
             with ExitStack() as stack:
@@ -330,7 +330,7 @@ class Promises:
             return saved.real
 
 
-class _Watch(OrderedDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that passes every operation of this thread to the promises."""
 
     def __init__(self, promises: Promises) -> None:
@@ -349,7 +349,7 @@ class _Watch(OrderedDispatchMode):
         return self._promises.run(func, args, kwargs or {})
 
 
-class _WatchMemory(OrderedFunctionMode):
+class _WatchMemory(TorchFunctionMode):
     """Function mode that watches the methods that access a tensor's memory without an operation."""
 
     def __init__(self, promises: Promises) -> None:

@@ -77,37 +77,23 @@ def place_of(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-# -- modes that end in order -------------------------------------------------------------------------------------------
+@contextmanager
+def in_order(function_mode: TorchFunctionMode, dispatch_mode: TorchDispatchMode) -> Iterator[None]:
+    """Enter two modes, and raise an error at the end if another mode, which began before them, ended meanwhile.
 
-
-class OrderedDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that raises an error at its end if another mode, which began before it, ended meanwhile.
-
-    Modes end from the innermost to the outermost, whichever is meant: this one then ended instead of the other.
+    Modes end from the innermost to the outermost, whichever is meant: one of these then ended instead of the other.
     """
-
-    def __exit__(self, *args: object) -> None:
-        innermost = _get_current_dispatch_mode()
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-        _check_order(self, innermost)
-
-
-class OrderedFunctionMode(TorchFunctionMode):
-    """Function mode that raises an error at its end if another mode, which began before it, ended meanwhile."""
-
-    def __exit__(self, *args: object) -> None:
-        innermost = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-        _check_order(self, innermost)
-
-
-def _check_order(mode: object, innermost: object) -> None:
-    if innermost is not mode:
-        raise BucketpointError(
-            "A mode of torch, such as `with torch.device(...)`, began before the first tensor of the load and ended "
-            "before the last one",
-            remedy="Take all tensors in one block, or begin the block after the first tensor",
-        )
+    with function_mode, dispatch_mode:
+        try:
+            yield
+        finally:
+            functions = _get_current_function_mode()  # type: ignore[no-untyped-call]
+            if functions is not function_mode or _get_current_dispatch_mode() is not dispatch_mode:
+                raise BucketpointError(
+                    "A mode of torch, such as `with torch.device(...)`, began before the first tensor of the load and "
+                    "ended before the last one",
+                    remedy="Take all tensors in one block, or begin the block after the first tensor",
+                )
 
 
 # -- work for other threads --------------------------------------------------------------------------------------------
