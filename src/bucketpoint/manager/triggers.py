@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any
@@ -35,14 +36,14 @@ class Signals:
         seen: by name, `time.monotonic()` of the first signal that no save has answered.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self.seen: dict[str, float] = {}
         self._listeners: list[_Listener] = []
         self._numbers: frozenset[int] = frozenset()
         self._mask: set[int] | None = None
         if threading.current_thread() is not threading.main_thread():
             return
-        self._listeners += [_Listener(name, self.seen) for name in names if name in SIGNALS]
+        self._listeners += [_Listener(name, self.seen) for name in names]
         # After an error, a manager may be dropped without `close`: with its handlers, SIGTERM would have no effect.
         weakref.finalize(self, _restore, self._listeners).atexit = False
         if self._listeners:
@@ -141,7 +142,8 @@ class Triggers:
         self._ranks = ranks
         self._last_seen: int | None = None
         self._last_save = time.monotonic()
-        self._signals = Signals(tuple(name for name in save.on if name in SIGNALS))
+        self._listened = [name for name in save.on if name in SIGNALS]
+        self._signals = Signals(self._listened)
         self._minutes = [one.minutes for one in save.every if isinstance(one, SaveEveryMinutes)]
         self.pressing: int | None = None
         """Step of a save for a signal or the end of training, which must not be skipped: it may be the last."""
@@ -185,16 +187,17 @@ class Triggers:
         self._signals.close()
 
     def _agreed(self) -> list[str]:
-        listened = [name for name in self._save.on if name in SIGNALS]
-        if not self._minutes and not listened:
+        if not self._minutes and not self._listened:
             return []
         waited = time.monotonic() - self._last_save
         # Other ranks pass 0, so that the maximum is the coordinator's number.
         due = [self._ranks.is_coordinator and waited >= 60 * minutes for minutes in self._minutes]
         bits = sum(1 << place for place, is_due in enumerate(due) if is_due)
-        (bits, *signals) = self._ranks.most([bits, *(int(name in self._signals.seen) for name in listened)], _CALL)
+        (bits, *signals) = self._ranks.most(
+            [bits, *(int(name in self._signals.seen) for name in self._listened)], _CALL
+        )
         reasons = [f"every {minutes} minutes" for place, minutes in enumerate(self._minutes) if bits >> place & 1]
-        for name, seen in zip(listened, signals, strict=True):
+        for name, seen in zip(self._listened, signals, strict=True):
             came = self._signals.seen.pop(name, time.monotonic()) if seen else None
             # Only the first SIGTERM triggers a save.
             if came is None or (name == "sigterm" and self.stop_asked is not None):

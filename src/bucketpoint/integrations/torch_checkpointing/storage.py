@@ -7,14 +7,12 @@ or replaced files.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,11 +129,17 @@ class BucketStorage(Storage):
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase | io.BytesIO:
         file = self._file(path)
-        with self._missing(path):
+        try:
             if read_args is None or read_args.pre_read_full_file or file.object_nbytes <= streams.WHOLE_BYTES:
                 return self._files.whole(file)
             self._files.sums(file)
             return ReadStream(self._files, file)
+        except ObjectNotFoundError as error:
+            raise self._missing_error(path) from error
+        except PreconditionFailedError as error:
+            raise CorruptDataError(
+                "The object of a file was replaced after the commit", url=self._url, key=str(path)
+            ) from error
 
     def stream_write(self, path: Path) -> io.IOBase:
         return self._stream(path, None)
@@ -318,17 +322,6 @@ class BucketStorage(Storage):
             nbytes = sum(file.nbytes for file in files.values())
             commit_s = time.monotonic() - begun
             tell(self._config.on_commit, CommitInfo(self.remap_path(path), None, nbytes, float("nan"), commit_s))
-
-    @contextlib.contextmanager
-    def _missing(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except ObjectNotFoundError as error:
-            raise self._missing_error(path) from error
-        except PreconditionFailedError as error:
-            raise CorruptDataError(
-                "The object of a file was replaced after the commit", url=self._url, key=str(path)
-            ) from error
 
     def _missing_error(self, path: Path) -> MissingFileError:
         return MissingFileError("There is no such file or directory", url=self._url, key=str(path))
