@@ -207,13 +207,12 @@ class Meeting:
         if missing:
             logger.warning("%s has waited %.0f s for %s", self.what, waited_s, named(missing))
 
-    def late(self, waited_s: float, *, dead: bool = False) -> BucketpointError:
-        """Return the error of a wait that has ended without some ranks. `dead`: the connection to a rank was lost."""
+    def late(self, waited_s: float) -> BucketpointError:
+        """Return the error of a wait that has ended without some ranks."""
         missing = self.missing()
         who = f"{named(missing)} did not begin it" if missing else "all ranks began it, but one did not complete it"
-        why = "after a connection was lost" if dead else f"after {waited_s:.0f} s"
         return BucketpointError(
-            f"{self.what} was given up {why}: {who}",
+            f"{self.what} was given up after {waited_s:.0f} s: {who}",
             rank=missing[0] if missing else None,
             remedy="Make the call on all ranks, at the same point of the program. If all make it, read the log of the "
             "rank that is missing: it may have died, or be blocked",

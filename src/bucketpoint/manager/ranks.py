@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.error_boundary import as_failure, errors_of_dcp, from_plain, to_plain
-from bucketpoint.dcp.meeting import ANSWERS_WITHIN_S, PATIENCE_S, Failure, Meeting, other_calls, poll
+from bucketpoint.dcp.meeting import PATIENCE_S, Meeting, other_calls
 from bucketpoint.errors import BucketpointError, RanksDisagreeError
 
 T = TypeVar("T")
@@ -258,21 +258,12 @@ class Ranks:
         self._calls += 1
         here = Meeting(self._ranks, what, dist.PrefixStore(f"calls/{self._calls}", self._store))
         try:
-            try:
-                work = begin()
-            except RuntimeError as error:
-                raise self._broken(here) from error
-            self._wait(work, here, self._come_s if limit_s is None else limit_s)
-        except BucketpointError:
-            # The failed collective may still wait for other ranks, and must not mix with a later one.
-            self._give_up()
-            raise
+            self._wait(begin(), here, self._come_s if limit_s is None else limit_s)
         except BaseException as error:
+            # The failed collective may still wait for other ranks, and must not mix with a later one.
+            reason = self.leave_others(what, error)
             if isinstance(error, Exception):
-                failure = BucketpointError(f"{what} failed: the job's TCP store does not answer: {error}")
-                self._give_up()
-                raise failure from error
-            self.leave_others(what, error)
+                raise reason from reason.__cause__
             raise
 
     def _wait(self, work: Any, here: Meeting, limit_s: float) -> None:
@@ -283,53 +274,32 @@ class Ranks:
             try:
                 work.wait(timedelta(seconds=max(min(until, waited + PATIENCE_S, limit_s) - waited, 0.001)))
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():
                     # The collective may have ended just after the timeout.
-                    try:
-                        work.wait()
-                        return
-                    except RuntimeError:
-                        raise self._broken(here) from error
+                    work.wait()
+                    return
             waited = time.monotonic() - begun
             if not noted:
                 # Not before `_NOTES_AFTER_S`, so that fast collectives send no request to the job's TCP store.
                 noted = True
                 here.come()
             if waited >= limit_s:
-                failure = here.late(waited)
-                self._note_end(failure)
-                raise failure
+                raise here.late(waited)
             if waited >= PATIENCE_S and not said:
                 said = True
                 here.log_missing(waited)
 
-    def leave_others(self, what: str, error: BaseException) -> None:
-        """Leave the group after an error on this rank only. Ranks that wait for this rank raise an error, too."""
-        if self.group is not None:
-            self._note_end(as_failure(error, self.global_rank, what=what))
-            self._give_up()
+    def leave_others(self, what: str, error: BaseException) -> BaseException:
+        """Leave the group after an error on this rank. Return the reason, which other ranks raise at their next call.
 
-    def _note_end(self, failure: BucketpointError) -> None:
-        """Record why this rank leaves the group, for the other ranks, whose connections to it close."""
-        self._store.set("end", Failure(self.global_rank, "lost", failure).encoded())
-
-    def _broken(self, here: Meeting) -> BucketpointError:
-        """Return the error of a collective whose connections were closed: another rank left the group, or is dead."""
-        here.come()
-        poll(lambda: bool(self._store.check(["end"])) or not here.missing(), time.monotonic() + ANSWERS_WITHIN_S)
-        if self._store.check(["end"]):
-            end = Failure.received(self._store.get("end"), self._ranks)
-            return BucketpointError(
-                f"{here.what} cannot continue: rank {end.rank} left the group. Its error: {end.error.message}"[:1000],
-                rank=end.rank,
-                remedy="Make each call on all ranks, at the same point of the program",
-            )
-        return here.late(0.0, dead=True)
-
-    def _give_up(self) -> None:
-        if self._mesh is not None:
-            self._mesh.cut()
+        If this rank leaves because another rank has left, or is dead, this is the reason of that rank.
+        """
+        if self._mesh is None or self._mesh.lost:
+            return error
+        try:
+            return self._mesh.end(error, None, what)
+        finally:
             self._mesh.drop()
 
 
