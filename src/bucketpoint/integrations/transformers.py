@@ -132,7 +132,7 @@ class BucketTrainerMixin:
     def _forget_resumed(self) -> None:
         self._resumed_url: str | None = None
         self._resumed_best: str | None = None
-        self._random = _KeptState()
+        self._random = _LaterRandomState()
 
     def _found(self: Any, asked: str | os.PathLike[str] | bool | None) -> str | None:
         """Return the local folder from which the trainer resumes, with its state file. All ranks."""
@@ -140,9 +140,9 @@ class BucketTrainerMixin:
         if asked is None or asked is False:
             self._refuse_an_earlier_run()
             return None
-        manager, told, restored = self._manager, _KeptState({"state": ""}), None
+        manager, told = self._manager, {"trainer": {"state": ""}}
         if asked is True:
-            restored = manager.restore({"trainer": told})
+            restored = manager.restore(told)
             if restored is None:
                 logger.info("%s holds no checkpoint yet: training begins from scratch", self._checkpoint_url)
                 return None
@@ -154,15 +154,15 @@ class BucketTrainerMixin:
                 return url
             step = next((step for step in steps if manager.catalog.url_of(step) == url.rstrip("/")), None)
             if step is None:
-                load({"trainer": told}, url, **self._reading())
+                load(told, url, **self._reading())
                 self._refuse_an_earlier_run()
             else:
                 if step != steps[-1]:
                     logger.warning("training resumes from %s: the next save gives up later checkpoints", url)
-                manager.restore({"trainer": told}, step, rollback=step != steps[-1])
+                manager.restore(told, step, rollback=step != steps[-1])
             self._resumed_url = url
-        Path(self._folder, _STATE_FILE).write_text(told.value["state"], encoding="utf-8")
-        self._resumed_best = json.loads(told.value["state"])["best_model_checkpoint"]
+        Path(self._folder, _STATE_FILE).write_text(told["trainer"]["state"], encoding="utf-8")
+        self._resumed_best = json.loads(told["trainer"]["state"])["best_model_checkpoint"]
         return str(self._folder)
 
     def _refuse_an_earlier_run(self: Any) -> None:
@@ -278,8 +278,8 @@ class BucketTrainerMixin:
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if self._resumed_url is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        elif self._random.value:
-            RandomState().load_state_dict(self._random.value)
+        elif self._random.loaded is not None:
+            RandomState().load_state_dict(self._random.loaded)
 
     def _load_best_model(self: Any) -> None:
         if Path(self.state.best_model_checkpoint, _STATE_FILE).is_file():
@@ -377,14 +377,10 @@ class _PassOver(Exception):
         self.older = older
 
 
-class _KeptState:
-    """A loaded state, kept until the trainer asks for it."""
+class _LaterRandomState(RandomState):
+    """States of the random generators that are loaded, but set only when the trainer asks for it."""
 
-    def __init__(self, value: dict[str, Any] | None = None) -> None:
-        self.value: dict[str, Any] = value or {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.value or RandomState().state_dict()
+    loaded: Mapping[str, Any] | None = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value = dict(state)
+        self.loaded = state
