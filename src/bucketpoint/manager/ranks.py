@@ -93,11 +93,12 @@ class Ranks:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def together(self, what: str, attempt: Callable[[], T]) -> T:
+    def together(self, what: str, attempt: Callable[[], T], *, limit_s: float | None = None) -> T:
         """Run `attempt`, which can fail on one rank, and return once all ranks have run it. A collective call.
 
         Args:
             what: the call as in the program's text, the same on all ranks.
+            limit_s: as for `most`.
 
         Raises:
             BucketpointError: on all ranks, the failure of the lowest rank that failed, with its rank. An error of
@@ -113,7 +114,7 @@ class Ranks:
             if error is not None:
                 raise error
         else:
-            (failed,) = self.most([0 if error is None else self.world - self.rank], what)
+            (failed,) = self.most([0 if error is None else self.world - self.rank], what, limit_s=limit_s)
             if failed:
                 self._raise_from(self.world - failed, error, what)
         return result  # type: ignore[return-value]
@@ -177,21 +178,15 @@ class Ranks:
     ) -> Iterator[None]:
         """Run a call of DCP on all ranks. Its errors are raised as BucketpointErrors, an interrupt unchanged.
 
-        An interrupt on one rank would leave the others in a collective of DCP. So this rank leaves the group, which
-        sets `group` to None, and the others raise an error that names this rank.
+        DCP raises an error of its steps on all ranks. Any other error on one rank, such as an interrupt, would leave
+        the others in a collective of DCP. So this rank leaves the group, and the others raise an error that names it.
 
         Args:
             what: the call, for messages.
             before: classes of errors that take precedence over all others.
         """
-        with errors_of_dcp(url, what, self._ranks, before=before):
-            try:
-                yield
-            except (Exception, CheckpointException):
-                raise
-            except BaseException as error:
-                self.leave_others(what, error)
-                raise
+        with errors_of_dcp(url, what, self._ranks, before=before), self._leaving(what):
+            yield
 
     # -- on a group ---------------------------------------------------------------------------------------------------
 
@@ -218,21 +213,14 @@ class Ranks:
 
     def _raise_from(self, index: int, error: BaseException | None, what: str) -> NoReturn:
         """Raise the failure of the rank at `index` on all ranks. A collective call."""
-        failure = self.failure_of(index, error, what)
+        mine = as_failure(error, self.global_rank) if error is not None and index == self.rank else None
+        plain = self.shared(index, mine and to_plain(mine), what)
+        failure = mine or from_plain(plain)
         if error is not None and not isinstance(error, Exception):
             raise error
         if failure is error or error is None:
             raise failure
         raise failure from error
-
-    def failure_of(self, index: int, error: BaseException | None, what: str) -> BucketpointError:
-        """Return the failure of the rank at `index` of the group, on all ranks. A collective call.
-
-        `error` is this rank's failure, or None.
-        """
-        mine = as_failure(error, self.global_rank) if error is not None and index == self.rank else None
-        plain = self.shared(index, mine and to_plain(mine), what)
-        return mine or from_plain(plain)
 
     def shared(self, index: int, value: Any, what: str) -> Any:
         """Return the value, plain data, of the rank at `index` of the group, on all ranks. A collective call."""
@@ -257,14 +245,8 @@ class Ranks:
         """Run a collective of the group, and leave the group if the collective fails."""
         self._calls += 1
         here = Meeting(self._ranks, what, dist.PrefixStore(f"calls/{self._calls}", self._store))
-        try:
+        with self._leaving(what):
             self._wait(begin(), here, self._come_s if limit_s is None else limit_s)
-        except BaseException as error:
-            # The failed collective may still wait for other ranks, and must not mix with a later one.
-            reason = self.leave_others(what, error)
-            if isinstance(error, Exception):
-                raise reason from reason.__cause__
-            raise
 
     def _wait(self, work: Any, here: Meeting, limit_s: float) -> None:
         begun, noted, said = time.monotonic(), False, False
@@ -289,6 +271,19 @@ class Ranks:
             if waited >= PATIENCE_S and not said:
                 said = True
                 here.log_missing(waited)
+
+    @contextlib.contextmanager
+    def _leaving(self, what: str) -> Iterator[None]:
+        """Leave the group after an error in the block: a failed collective must not mix with a later one."""
+        try:
+            yield
+        except CheckpointException:
+            raise
+        except BaseException as error:
+            reason = self.leave_others(what, error)
+            if isinstance(error, Exception):
+                raise reason from reason.__cause__
+            raise
 
     def leave_others(self, what: str, error: BaseException) -> BaseException:
         """Leave the group after an error on this rank. Return the reason, which other ranks raise at their next call.

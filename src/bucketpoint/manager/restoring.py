@@ -42,21 +42,15 @@ from bucketpoint.retention import RetentionPolicy
 logger = logging.getLogger(__name__)
 
 _LOAD = "the load of restore()"
-_RANKS = 1 << 24
-"""Upper bound of ranks. `code * _RANKS + place` is one number, whose maximum over all ranks decides the outcome."""
 
 _LOADED, _UNREADABLE, _REFUSED, _DAMAGED, _FAILED = range(5)
-"""Outcomes of an attempt to load, in the order in which they decide: the metadata cannot be decoded; the allow-list
-refuses it, or it has the format of a newer bucketpoint; the checkpoint is damaged; a rank failed for another reason."""
+"""Outcomes of an attempt to load: success; the metadata cannot be decoded; the allow-list refuses it, or it has the
+format of a newer bucketpoint; the checkpoint is damaged; a rank failed for another reason."""
 
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """Outcome of one attempt to load, the same on all ranks except for `error`.
-
-    Attributes:
-        error: the error of this rank, or else of the rank that decided the outcome; None if the state was loaded.
-    """
+    """Outcome of one attempt to load. `code` is the same on all ranks; `error` is None if the state was loaded."""
 
     code: int
     error: BaseException | None = None
@@ -91,8 +85,17 @@ def attempt(
         reader = _WholeReader(cooperative="node", process_group=ranks.group, **reading)
         return reader, with_states(state)
 
-    error: BaseException | None = None
-    loaded = False
+    own: list[Exception] = []
+
+    def set_states() -> None:
+        try:
+            for name, values in held.items():
+                if isinstance(state[name], Stateful):
+                    state[name].load_state_dict(values)
+        except Exception as error:
+            own.append(error)
+            raise
+
     try:
         # Before DCP's collectives, in which the other ranks would wait for a rank that has failed here.
         reader, held = ranks.together(_LOAD, prepared)
@@ -107,32 +110,18 @@ def attempt(
                 planner=planner or LoadPlanner(),
                 process_group=ranks.group,
             )
-            loaded = True
-            for name, values in held.items():
-                if isinstance(state[name], Stateful):
-                    state[name].load_state_dict(values)
-    except BaseException as raised:
-        if not isinstance(raised, Exception) and ranks.group is None:
-            raise
-        error = raised
-    # Errors of `load_state_dict` are no damage.
-    code = _FAILED if loaded and error is not None else _code(error)
-    worst = code * _RANKS + (ranks.world - ranks.rank if error is not None else 0)
-    # The timeout is long, because some ranks read more than others.
-    (worst,) = ranks.most([worst], _LOAD, limit_s=ranks.load_s)
-    code, place = divmod(worst, _RANKS)
-    if code == _LOADED:
-        state.update({name: value for name, value in held.items() if not isinstance(state[name], Stateful)})
-        return LoadOutcome(_LOADED)
-    failure = ranks.failure_of(ranks.world - place, error, _LOAD)
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    return LoadOutcome(code, error or failure)
+    except Exception as raised:  # noqa: BLE001 (raised by the caller)
+        return LoadOutcome(_code(raised), raised)
+    try:
+        ranks.together(_LOAD, set_states, limit_s=ranks.load_s)
+    except Exception as raised:  # noqa: BLE001 (raised by the caller)
+        # An error of `load_state_dict` is no damage. Its rank raises it unchanged.
+        return LoadOutcome(_FAILED, own[0] if own else raised)
+    state.update({name: value for name, value in held.items() if not isinstance(state[name], Stateful)})
+    return LoadOutcome(_LOADED)
 
 
-def _code(error: BaseException | None) -> int:
-    if error is None:
-        return _LOADED
+def _code(error: Exception) -> int:
     if isinstance(error, NOT_UNDERSTOOD):
         return _REFUSED
     if isinstance(error, MetadataError):
