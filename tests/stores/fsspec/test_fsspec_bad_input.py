@@ -154,7 +154,9 @@ def test_names_a_bucket_that_is_not_there_and_makes_none(served: Backend) -> Non
         error = failure(save, url, BucketWriter(fs=served.fs))
         assert isinstance(error, BucketNotFoundError)
         assert "create the bucket first" in str(error)
-        assert isinstance(failure(load, url, BucketReader(fs=served.fs)), CheckpointNotFoundError)
+        # Not every library says in an answer to a read which of the two is missing.
+        missing = (BucketNotFoundError, CheckpointNotFoundError)
+        assert isinstance(failure(load, url, BucketReader(fs=served.fs)), missing)
     seen = examine(FsspecStore(served.fs, root), "", probe_bytes=0)
     assert [(one.check, one.status) for one in seen.findings] == [("connect", "fail")]
 
