@@ -5,21 +5,19 @@ The copies that a layout plans are ordered after the caller's streams, and made 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from bucketpoint.errors import StagingError
-from bucketpoint.forks import renew_in_child
 from bucketpoint.format.tensor_bytes import contiguous_strides, refuse_freed
 from bucketpoint.staging.pool import ALIGNMENT, Arena, Place
+from bucketpoint.transfer.tasks import TaskGroup
 
 Copy: TypeAlias = tuple[torch.Tensor, int]
 """Tensor to read, and index of the place to copy it to, which has the same shape."""
@@ -119,8 +117,6 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
             place = (dtype, source.shape, source.stride(), offset)
             if not moved:
                 copies.append((source, index))
-                if dtype in _OPAQUE:
-                    _copy_as_bytes(source, place, layout)
             regions.append((start, end, offset))
         else:
             if address - minus_size > end:
@@ -144,11 +140,7 @@ def _copy_whole(
     storage, size = sources[members[-1]].untyped_storage(), end - start
     if start < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
         # No storage holds the whole region (two NumPy slices of one array): copy each tensor that extends it.
-        for index in members:
-            place = layout.places[index]
-            layout.copies.append((sources[index], index))
-            if place[0] in _OPAQUE:
-                _copy_as_bytes(sources[index], place, layout)
+        layout.copies += [(sources[index], index) for index in members]
         return
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     whole.set_(storage, start - storage.data_ptr(), (size,), (1,))
@@ -201,11 +193,8 @@ def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
     steps = contiguous_strides(unique.shape)
     offset = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
     layout.nbytes = offset + unique.nbytes
-    copied: Place = (source.dtype, unique.shape, steps, offset)
     layout.copies.append((unique, len(layout.places)))
-    layout.places.append(copied)
-    if source.dtype in _OPAQUE:
-        _copy_as_bytes(unique, copied, layout)
+    layout.places.append((source.dtype, unique.shape, steps, offset))
     stride = (
         0 if size > 1 and kept == 1 else step
         for size, kept, step in zip(source.shape, unique.shape, steps, strict=True)
@@ -228,20 +217,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _copy_as_bytes(source: torch.Tensor, place: Place, layout: ArenaLayout) -> None:
-    """Replace the last copy by a copy of bytes, because torch cannot copy the dtype."""
-    layout.copies[-1] = (source.view(torch.uint8), len(layout.places))
-    layout.places.append((torch.uint8, *place[1:]))
-
-
-_OPAQUE = frozenset(
-    getattr(torch, name)
-    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit", "float4_e2m1fn_x2")
-    if hasattr(torch, name)
-)
-"""One-byte dtypes that some versions of torch store but cannot copy."""
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
@@ -280,45 +255,34 @@ class Ordering:
         return cls(events, torch.accelerator.current_device_index() if events else None)
 
 
+_OPAQUE = frozenset(
+    getattr(torch, name)
+    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+)
+"""One-byte dtypes that some versions of torch store but cannot copy. They are copied as bytes."""
+
 _VIEWS = 16
 """Number of tensor views made between two pieces. They take about 50 us, during which other threads wait."""
 
 
-class Movers:
-    """Threads that copy memory within this process, as many as torch computes with. Created on first use.
+def move(regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
+    """Copy memory of this process to the address `base`, with as many threads as torch computes with, and wait for all.
 
-    A copy of torch waits, for each tensor, for the slowest of torch's threads. Here the other threads take over the
-    pieces of a slow thread. Each piece acquires the GIL once, so do not use `Movers` during training.
+    This thread also iterates over `meanwhile`. A copy of torch waits, for each tensor, for the slowest of torch's
+    threads. Here the other threads take over the pieces of a slow thread. Each piece acquires the GIL once, so do not
+    use this function during training.
     """
-
-    def __init__(self) -> None:
-        self._helpers: ThreadPoolExecutor | None = None
-        renew_in_child(self, lambda movers: vars(movers).update(_helpers=None))
-
-    def move(self, regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
-        """Copy regions to the address `base`, and wait for all threads. This thread also iterates over `meanwhile`."""
-        threads = torch.get_num_threads()
-        pieces = deque(_pieces(regions, base, threads))
-        helpers = self._helpers = self._helpers or ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy")
-        begun: list[Future[None]] = []
+    threads = torch.get_num_threads()
+    pieces = deque(_pieces(regions, base, threads))
+    # The group waits even if interrupted: memory that a thread still writes to must not be given to another save.
+    with TaskGroup(threads, name="bucketpoint-copy") as helpers:
         try:
-            # If the system allows no more threads, fewer threads do the work.
-            with contextlib.suppress(RuntimeError):
-                for _ in range(min(threads, len(pieces)) - 1):
-                    begun.append(helpers.submit(_move, pieces, iter(())))
+            for _ in range(min(threads, len(pieces)) - 1):
+                helpers.start(lambda: _move(pieces, iter(())))
             _move(pieces, meanwhile)
         finally:
-            # Wait even if interrupted: memory that a thread still writes to must not be given to another save.
             pieces.clear()
-            wait(begun)
-        for helper in begun:
-            helper.result()
-
-    def close(self) -> None:
-        """End the threads. A later `move` starts new ones."""
-        helpers, self._helpers = self._helpers, None
-        if helpers is not None:
-            helpers.shutdown(wait=True)
 
 
 _Piece: TypeAlias = tuple[int, int, int]
@@ -348,7 +312,6 @@ def run_copies(
     layout: ArenaLayout,
     arena: Arena,
     streams: dict[torch.device, torch.Stream],
-    movers: Movers,
     ordering: Ordering,
     *,
     non_blocking: bool,
@@ -371,8 +334,9 @@ def run_copies(
     by_device: defaultdict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
     for source, index in layout.copies:
         targets, sources = by_device[source.device]
-        targets.append(views[index])
-        sources.append(source)
+        opaque = source.dtype in _OPAQUE
+        targets.append(views[index].view(torch.uint8) if opaque else views[index])
+        sources.append(source.view(torch.uint8) if opaque else source)
     begun: list[torch.Stream] = []
     try:
         # Devices first: they copy while the CPU copies host tensors.
@@ -394,7 +358,7 @@ def run_copies(
                         targets[first : first + turn], sources[first : first + turn], non_blocking=non_blocking
                     )
         if layout.moves:
-            movers.move(layout.moves, arena.memory.data_ptr(), making)
+            move(layout.moves, arena.memory.data_ptr(), making)
     finally:
         # The sources stay referenced until here, so that the allocator cannot reuse their memory for another kernel.
         # Wait even after an error: a copy that still runs would write to the next state in this arena.
