@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor, _create_write_items
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from bucketpoint.dcp.planning.agreement import merged_mappings, rank_of
 from bucketpoint.dcp.planning.global_plan import (
@@ -108,33 +107,19 @@ def rows_of_item(value: Any, item: WriteItem) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor) or hasattr(value, "global_shape"):
         return None
     chunk = item.tensor_data.chunk
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if hasattr(local, "__get_tensor_shard__"):
-        return _rows_of_piece(value, item.index.fqn, chunk)
-    if isinstance(value, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    else:
-        offsets = (0,) * value.dim()
-    if tuple(local.shape) == tuple(chunk.sizes):
-        return None
-    rows: torch.Tensor = local.detach().narrow(0, chunk.offsets[0] - offsets[0], chunk.sizes[0])
-    return rows
-
-
-def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
-    """Like `rows_of_item`, for a tensor of several pieces (torchrec's wrapper)."""
-    for piece in value.__create_chunk_list__():
+    # A DTensor has one piece or several (torchrec's wrapper); any other tensor is a whole.
+    listed = hasattr(value, "__create_chunk_list__")
+    whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
+    for piece in value.__create_chunk_list__() if listed else [whole]:
         first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
-        beside = (tuple(piece.offsets[1:]), tuple(piece.sizes[1:])) != (
-            tuple(chunk.offsets[1:]),
-            tuple(chunk.sizes[1:]),
-        )
+        beside = (*piece.offsets[1:], *piece.sizes[1:]) != (*chunk.offsets[1:], *chunk.sizes[1:])
         if beside or first < 0 or (chunk.sizes and first + chunk.sizes[0] > piece.sizes[0]):
             continue
         if tuple(piece.sizes) == tuple(chunk.sizes):
             return None
-        whole: torch.Tensor = value.__get_tensor_shard__(MetadataIndex(fqn, piece.offsets))
-        return whole.detach().narrow(0, first, chunk.sizes[0])
+        local: Any = value.__get_tensor_shard__(MetadataIndex(item.index.fqn, piece.offsets)) if listed else value
+        rows: torch.Tensor = local.detach().narrow(0, first, chunk.sizes[0])
+        return rows
     return None
 
 
