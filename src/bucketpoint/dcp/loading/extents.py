@@ -7,10 +7,11 @@ block checksums, by which parts of an item are verified.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from bucketpoint.dcp.loading.decode import SavedChunk
 from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan
 from bucketpoint.errors import CorruptDataError, MismatchError
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.tensor_bytes import is_viewable
 from bucketpoint.format.torch_zip import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.transfer import Extent
@@ -25,7 +27,7 @@ from bucketpoint.transfer import Extent
 ReadNow = Callable[[Iterable[Extent]], None]
 """Function that reads extents and returns once all of them have been delivered."""
 
-Complete = Callable[[PlannedItem], PlannedItem]
+T = TypeVar("T")
 
 
 def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *, url: str | None) -> list[Extent]:
@@ -37,54 +39,50 @@ def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *
             target.
         CorruptDataError: a table of block checksums is damaged.
     """
-    # Chunks of other writers are located only now; they can be received in place too.
-    planned = _apart(_read_first(plan.resolve(items), plan.needs_probe, _probe, read_now))
+    planned = plan.resolve(items)
+    # Locate the payloads in other writers' chunks that are read in part. They can be received in place too.
+    foreign = list(filter(plan.needs_probe, planned))
+    heads = [(item.info.offset, min(PROBE_BYTES, item.info.length)) for item in foreign]
+    frames = _read_first(foreign, heads, lambda item, head: probe_frame(bytes(head)), read_now)
+    planned = _apart([_with_frame(item, frames.get(item.place)) for item in planned])
     # Each range from the node's copy is verified alone, because it is not yet decided whether other ranges are read.
-    needs_table = functools.partial(PlannedItem.needs_table, alone=plan.options.node_copy is not None)
-    planned = _read_first(planned, needs_table, functools.partial(_table, url=url), read_now, checked=True)
+    alone = plan.options.node_copy is not None
+    in_part = [item for item in planned if item.needs_table(alone=alone)]
+    # The tables of an object are adjacent.
+    tables = [(item.info.table_offset or 0, item.info.table_nbytes) for item in in_part]
+    infos = _read_first(in_part, tables, functools.partial(_with_blocks, url=url), read_now, checked=True)
+    planned = [replace(item, info=infos[item.place]) if item.place in infos else item for item in planned]
     return [extent for item in planned for extent in plan.extents(item)]
 
 
 def _read_first(
-    items: list[PlannedItem],
-    needed: Callable[[PlannedItem], bool],
-    read: Callable[[PlannedItem], tuple[int, int, Callable[[memoryview], Complete]]],
+    items: Sequence[PlannedItem],
+    spans: Sequence[tuple[int, int]],
+    parse: Callable[[PlannedItem, memoryview], T],
     read_now: ReadNow,
     *,
     checked: bool = False,
-) -> list[PlannedItem]:
-    """Complete items by one small read for each saved chunk, also if several items are parts of the chunk.
+) -> dict[tuple[str, int], T]:
+    """Read and parse some bytes of each saved chunk, once also if several items are parts of the chunk.
 
     Args:
-        read: returns start and length of the read, and a function that turns its bytes into a `Complete`.
-        checked: that function raises CorruptDataError for damaged bytes.
+        spans: start and length of the bytes, for each item.
+        checked: `parse` raises CorruptDataError for damaged bytes.
     """
-    wanted = {item.place: item for item in items if needed(item)}
-    if not wanted:
-        return items
-    found: dict[tuple[str, int], Complete] = {}
+    found: dict[tuple[str, int], T] = {}
 
-    def extent(item: PlannedItem) -> Extent:
-        start, nbytes, understand = read(item)
-
+    def extent(item: PlannedItem, start: int, nbytes: int) -> Extent:
         def deliver(view: memoryview | None) -> None:
             assert view is not None
-            found[item.place] = understand(view)
+            found[item.place] = parse(item, view)
 
-        check = understand if checked else None
+        check = functools.partial(parse, item) if checked else None
         return Extent(item.key, start, start + nbytes, deliver, label=item.fqn, etag=item.etag, check=check)
 
-    read_now(map(extent, wanted.values()))
-    return [found[item.place](item) if item.place in found else item for item in items]
-
-
-def _probe(item: PlannedItem) -> tuple[int, int, Callable[[memoryview], Complete]]:
-    """Locate the payload in another writer's chunk that is read in part."""
-
-    def understand(view: memoryview) -> Complete:
-        return functools.partial(_with_frame, frame=probe_frame(bytes(view)))
-
-    return item.info.offset, min(PROBE_BYTES, item.info.length), understand
+    wanted = {item.place: (item, *span) for item, span in zip(items, spans, strict=True)}
+    if wanted:
+        read_now(itertools.starmap(extent, wanted.values()))
+    return found
 
 
 def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
@@ -95,22 +93,18 @@ def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
     return replace(item, chunk=chunk)
 
 
-def _table(item: PlannedItem, url: str | None) -> tuple[int, int, Callable[[memoryview], Complete]]:
-    """Read the block checksums that verify parts of an item. The tables of an object are adjacent."""
+def _with_blocks(item: PlannedItem, table: memoryview, url: str | None) -> ItemInfo:
+    """Return the item's facts with the block checksums that verify parts of it."""
     from bucketpoint.checkpoint.checksums import with_blocks
 
-    def understand(view: memoryview) -> Complete:
-        info = with_blocks(item.info, view)
-        if info is None:
-            raise CorruptDataError(
-                f"Checksum mismatch in {item.fqn}: the checksums of its blocks differ from those written at save",
-                url=url,
-                key=item.key,
-            )
-        return functools.partial(replace, info=info)
-
-    assert item.info.table_offset is not None
-    return item.info.table_offset, item.info.table_nbytes, understand
+    info = with_blocks(item.info, table)
+    if info is None:
+        raise CorruptDataError(
+            f"Checksum mismatch in {item.fqn}: the checksums of its blocks differ from those written at save",
+            url=url,
+            key=item.key,
+        )
+    return info
 
 
 def _apart(items: Sequence[PlannedItem]) -> list[PlannedItem]:
