@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata, _version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import traverse_state_dict
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_read_items,
+    _init_state_dict,
+    create_read_items_for_chunk_list,
+)
 from torch.distributed.tensor import DTensor
 
 from bucketpoint.dcp.planning.agreement import refuse_saves
@@ -86,13 +90,15 @@ class LoadPlanner(DefaultLoadPlanner):
         Raises:
             MismatchError: there are tensors on the meta device and no process group.
         """
-        if not is_initialized():
-            _refuse_meta(state_dict, metadata)
         self.pending = Counter()
         self.skipped = ()
-        before = _containers(state_dict)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        _put_back(state_dict, before)
+        _allocate(state_dict, metadata)
+        self.original_state_dict = state_dict
+        if self.flatten_sharded_tensors:
+            state_dict = _flatten_sharded_tensors(state_dict)
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         """Plan this rank's reads.
@@ -102,39 +108,24 @@ class LoadPlanner(DefaultLoadPlanner):
                 shape or only in part; tensors whose placement or chunks cannot be loaded into.
         """
         assert self.metadata is not None
-        plan, refusal = None, None
+        if self.flatten_state_dict:
+            self._take_old_keys()
         state = self.state_dict
-        # Replace tensors of several chunks by descriptions that every version of DCP understands.
-        described = {fqn: chunks for fqn, value in state.items() if (chunks := chunks_in(value)) is not None}
-        with _replaced(state, described):
-            wanted = self._wanted()
-            items = read_items(list(wanted.values()))
-            try:
-                with _replaced(state, wanted), self._original_flattened():
-                    plan = super().create_local_plan()
-            except (RuntimeError, ValueError) as error:
-                refusal = error
-            if plan is not None and self.state_dict is state:
-                plan = _joined(plan, items, state)
-            misfits = list(self._misfits(plan, items))
+        items, misfits = self._items_and_misfits()
         if misfits:
-            named = first_of([f"{fqn} {why}" for fqn, why in misfits], _NAMED_AT_MOST, "; ", "; and ")
-            alike, remedy = self._alike([fqn for fqn, _ in misfits])
+            named = first_of([f"{fqn} {why}" for fqn, why in misfits.items()], _NAMED_AT_MOST, "; ", "; and ")
+            alike, remedy = self._alike(list(misfits))
             raise MismatchError(
                 f"The checkpoint and the state to load into do not fit: {named}{alike}",
                 url=url_of(self.metadata),
                 rank=this_rank(),
                 remedy=remedy,
             )
-        if plan is None:
-            assert refusal is not None
-            raise refusal
         unmatched = find_unmatched(state, self.original_state_dict, self.metadata.state_dict_metadata)
         self._unmatched = replace(unmatched, strict=self.strict)
         self.skipped = unmatched.lacking
         # The coordinator compares the keys of all ranks.
-        told = self._unmatched != Unmatched() and plan.planner_data is None
-        return replace(plan, planner_data=self._unmatched) if told else plan
+        return LoadPlan(items, planner_data=self._unmatched if self._unmatched != Unmatched() else None)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the keys that all ranks request with those of the checkpoint. Called on the coordinator.
@@ -221,19 +212,22 @@ class LoadPlanner(DefaultLoadPlanner):
                 return f"; {count} of {len(misfits)} have {there} in the checkpoint where the state has {here}"
         return ""
 
-    @contextmanager
-    def _original_flattened(self) -> Iterator[None]:
-        """Remove ShardedTensors without a local shard from `original_state_dict`, as from `state_dict`.
-
-        If only one of the two has FSDP1's keys, torch takes the checkpoint for one of torch 2.3, and requests old keys.
-        """
+    def _take_old_keys(self) -> None:
+        """Use the keys that torch 2.3 gave to values if the checkpoint has some of them, as DCP's planner does."""
+        assert self.metadata is not None
         whole = self.original_state_dict
         if self.flatten_sharded_tensors:
-            self.original_state_dict = _flatten_sharded_tensors(whole)
-        try:
-            yield
-        finally:
-            self.original_state_dict = whole
+            # FSDP1's tensors without a local shard have no key here either, and must not be taken for old keys.
+            whole = _flatten_sharded_tensors(whole)
+        unused = self.metadata.state_dict_metadata.keys() - self.state_dict.keys()
+        if unused:
+            try:
+                _version._derived_version = "2_3"
+                old, mappings = flatten_state_dict(whole)
+            finally:
+                _version._derived_version = None
+            if old.keys() & unused:
+                self.state_dict, self.mappings = old, mappings
 
     def _note(self, item: ReadItem) -> None:
         fqn = item.dest_index.fqn
@@ -245,51 +239,40 @@ class LoadPlanner(DefaultLoadPlanner):
         else:
             del self.pending[fqn]
 
-    def _wanted(self) -> dict[str, WantedChunks]:
-        """Return by key the tensors that match an entry of an index. They are planned here, all others by DCP."""
+    def _items_and_misfits(self) -> tuple[list[ReadItem], dict[str, str]]:
+        """Return the items that this rank reads, in the order of the state, and by key the reasons for mismatches."""
         assert self.metadata is not None
-        wanted = {}
+        misfits: dict[str, str] = {}
+        items: dict[str, list[ReadItem]] = {}
+        local: dict[str, list[ChunkStorageMetadata]] = {}
+        indexed: list[WantedChunks] = []
         for fqn, value in self.state_dict.items():
             entry: Any = self.metadata.state_dict_metadata.get(fqn)
-            if isinstance(getattr(entry, "chunks", None), Chunks) and _unfit(entry, value) is None:
-                wanted[fqn] = WantedChunks(fqn, entry.chunks, [] if _is_elsewhere(value) else _create_chunk_list(value))
-        return wanted
-
-    # -- mismatches ---------------------------------------------------------------------------------------------------
-
-    def _misfits(self, plan: LoadPlan | None, indexed: Mapping[str, list[ReadItem]]) -> Iterator[tuple[str, str]]:
-        """Yield each key that does not match, with the reason. `plan` is None if DCP's planner raised an error."""
-        assert self.metadata is not None
-        planned: dict[str, list[ReadItem]] = {}
-        for item in plan.items if plan is not None else ():
-            planned.setdefault(item.dest_index.fqn, []).append(item)
-        for fqn, value in self.state_dict.items():
-            entry = self.metadata.state_dict_metadata.get(fqn)
-            if entry is None and not self.allow_partial_load:
-                yield fqn, "is not in the checkpoint"
-            if not isinstance(entry, TensorStorageMetadata):
+            if entry is None:
+                if not self.allow_partial_load:
+                    misfits[fqn] = "is not in the checkpoint"
                 continue
-            misfit = _unfit(entry, value)
-            if misfit is None:
-                if plan is not None:
-                    own = planned.get(fqn, [])
-                elif fqn in indexed:
-                    own = indexed[fqn]
-                else:
-                    own = [] if _is_elsewhere(value) else _create_read_items(fqn, entry, value)
-                misfit = _gap(value, own)
+            if not isinstance(entry, TensorStorageMetadata):
+                items[fqn] = _create_read_items(fqn, entry, value)
+                continue
+            # Every version of DCP understands this description of a tensor of several chunks.
+            described = chunks_in(value) or value
+            misfit = _unfit(entry, described)
             if misfit is not None:
-                yield fqn, misfit
-
-
-@contextmanager
-def _replaced(state: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    before = {fqn: state[fqn] for fqn in values}
-    state.update(values)
-    try:
-        yield
-    finally:
-        state.update(before)
+                misfits[fqn] = misfit
+                continue
+            local[fqn] = [] if _is_elsewhere(value) else _create_chunk_list(described)
+            if isinstance(entry.chunks, Chunks):
+                indexed.append(WantedChunks(fqn, entry.chunks, local[fqn]))
+            else:
+                items[fqn] = create_read_items_for_chunk_list(fqn, entry, local[fqn])
+        items |= read_items(indexed)
+        for fqn, chunks in local.items():
+            gap = _gap(chunks, items[fqn])
+            if gap is not None:
+                misfits[fqn] = gap
+        listed = [item for fqn in self.state_dict for item in items.get(fqn, ())]
+        return listed, {fqn: misfits[fqn] for fqn in self.state_dict if fqn in misfits}
 
 
 def _remedy(misfits: list[str], metadata: Metadata) -> str:
@@ -315,23 +298,30 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
     return ". ".join(remedies)
 
 
-def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
-    empty: list[str] = []
+def _allocate(state: dict[str, Any], metadata: Metadata | None) -> None:
+    """Allocate the tensors on the meta device; without a process group, which has the device, raise MismatchError."""
+    empty: list[tuple[tuple[Any, ...], torch.Tensor]] = []
 
     def visit(path: tuple[Any, ...], value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            empty.append(".".join(map(str, path)))
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            empty.append((path, value))
 
     # The nested state is traversed, because two values may have the same flat name.
     traverse_state_dict(state, visit)
-    if empty:
+    if empty and not is_initialized():
+        named = ".".join(map(str, empty[0][0]))
         raise MismatchError(
-            f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",
+            f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {named}",
             url=url_of(metadata) if metadata is not None else None,
             rank=this_rank(),
             remedy='Allocate them first: call model.to_empty(device="cpu"), or with the device to load to, before '
             "model.state_dict()",
         )
+    for path, value in empty:
+        # Given the whole state, DCP would put None in place of unknown objects.
+        only = {"": value}
+        _init_state_dict(only)
+        put(state, path, only[""])
 
 
 def url_of(metadata: Metadata) -> str | None:
@@ -342,16 +332,6 @@ def url_of(metadata: Metadata) -> str | None:
 
 def _amount(item: ReadItem) -> int:
     return 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
-
-
-def _joined(plan: LoadPlan, indexed: Mapping[str, list[ReadItem]], state: Mapping[str, Any]) -> LoadPlan:
-    """Return DCP's plan with the items of the tensors in `indexed` added, in the order of the state."""
-    if not indexed:
-        return plan
-    items: dict[str, list[ReadItem]] = {fqn: list(indexed.get(fqn, ())) for fqn in state}
-    for item in plan.items:
-        items[item.dest_index.fqn].append(item)
-    return replace(plan, items=[item for fqn in state for item in items[fqn]])
 
 
 def _is_elsewhere(value: Any) -> bool:
@@ -371,40 +351,13 @@ def _unfit(entry: TensorStorageMetadata, value: Any) -> str | None:
     return None
 
 
-def _gap(value: Any, items: list[ReadItem]) -> str | None:
-    """Describe the part of a local tensor that no saved chunk covers; None if all of it is covered."""
+def _gap(chunks: list[ChunkStorageMetadata], items: list[ReadItem]) -> str | None:
+    """Describe the part of a rank's chunks that no saved chunk covers; None if all of it is covered."""
     arriving: Counter[int | None] = Counter()
     for item in items:
         arriving[item.dest_index.index] += math.prod(item.lengths)
-    # Number of elements of each chunk, in DCP's order.
-    if _is_elsewhere(value):
-        counts = []
-    elif isinstance(value, DTensor) and not hasattr(value._local_tensor, "__create_chunk_list__"):
-        # Faster than DCP's function, which computes shapes and offsets of a DTensor at each call.
-        counts = [value._local_tensor.numel()]
-    else:
-        counts = [math.prod(chunk.sizes) for chunk in _create_chunk_list(value)]
-    for number, wanted in enumerate(counts):
+    for number, chunk in enumerate(chunks):
+        wanted = math.prod(chunk.sizes)
         if arriving[number] < wanted:
             return f"has only {arriving[number]} of the {wanted} elements in the checkpoint that the state needs"
     return None
-
-
-def _containers(value: Any) -> Any:
-    """Copy the dicts and lists of a state (tuples become lists); the leaves stay the same objects."""
-    if isinstance(value, dict):
-        return {key: _containers(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_containers(item) for item in value]
-    return value
-
-
-def _put_back(after: Any, before: Any) -> Any:
-    """Restore the leaves of `before` where `after` has None: DCP puts None in place of unknown objects."""
-    if isinstance(after, (dict, list)):
-        for key in list(after) if isinstance(after, dict) else range(len(after)):
-            after[key] = _put_back(after[key], before[key])
-        return after
-    if isinstance(after, tuple):
-        return tuple(_put_back(*pair) for pair in zip(after, before, strict=True))
-    return before if after is None else after

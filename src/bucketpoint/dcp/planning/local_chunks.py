@@ -114,14 +114,6 @@ class WantedChunks:
     saved: Chunks
     local: Sequence[ChunkStorageMetadata]
 
-    def size(self) -> torch.Size:
-        """Return the shape that DCP compares with that of the saved tensor."""
-        return self.saved.source.shape(self.saved.number)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return an empty list, so that DCP's planner leaves the tensor to this module."""
-        return []
-
 
 @dataclass(frozen=True)
 class _Row:
