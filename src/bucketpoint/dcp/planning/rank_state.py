@@ -10,7 +10,6 @@ import ctypes
 import enum
 import hashlib
 import itertools
-import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,18 +201,14 @@ def _describe(value: Any, say: Any, budget: list[int]) -> None:
         raise _UnknownError
     kind = type(value)
     say(kind.__qualname__.encode())
-    if kind is str:
-        say(b"%d:" % len(value) + value[:_MAX_BYTES].encode("utf-8", "surrogatepass"))
+    if kind in (str, bytes, bytearray):
+        say(f"{len(value)}:{value[:_MAX_BYTES]!r}".encode("utf-8", "surrogatepass"))
     elif isinstance(value, enum.Enum):
         say(value.name.encode())
     elif kind is int:
         say(b"%x:" % value)
-    elif kind in (bool, type(None), torch.dtype, torch.device):
-        say(repr(value).encode())
-    elif kind is float:
-        say(struct.pack("<d", value))
-    elif kind in (bytes, bytearray):
-        say(b"%d:" % len(value) + bytes(value[:_MAX_BYTES]))
+    elif kind in (float, bool, type(None), torch.dtype, torch.device):
+        say(f"{value!r}:".encode())
     elif kind in (list, tuple):
         say(b"%d" % len(value))
         for each in value:
