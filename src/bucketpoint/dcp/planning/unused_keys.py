@@ -120,7 +120,7 @@ def compare_keys(
         loaded = used.difference(lacking)
         wanted = {name for each in everywhere for name in each.containers}.union(lacking)
         renamed = find_renaming(lacking, unused) if lacking else None
-        losses += [_loss(part, renamed) for part in _not_loaded(metadata, unused, wanted, loaded, lacking)]
+        losses += _not_loaded(metadata, unused, wanted, loaded, lacking, renamed)
         if renamed is not None:
             losses.append(f"{renamed}. {renamed.remedy}")
         if lacking and not loaded and not losses:
@@ -128,22 +128,13 @@ def compare_keys(
     return KeyDifference(unused, lacking, losses)
 
 
-@dataclass(frozen=True)
-class _NotLoaded:
-    """A container of the state. The checkpoint has keys below it, and none of these keys is loaded."""
-
-    name: str
-    saved: list[str]
-    lacking: list[str]
-    optimizer: bool
-
-
-def _loss(part: _NotLoaded, renamed: Renaming | None) -> str:
-    where = f"below {part.name!r}" if part.name else "of the optimizer"
-    words = f"none of the {len(part.saved)} keys {where} is loaded, such as {part.saved[0]}"
-    if part.lacking:
-        return words if renamed else f"{words}: {nearest_keys(part.lacking, part.saved)}"
-    if part.optimizer:
+def _loss(name: str, saved: list[str], lacking: list[str], renamed: Renaming | None, *, optimizer: bool) -> str:
+    """Return a text about a container of the state. The checkpoint has keys below it, and none of them is loaded."""
+    where = f"below {name!r}" if name else "of the optimizer"
+    words = f"none of the {len(saved)} keys {where} is loaded, such as {saved[0]}"
+    if lacking:
+        return words if renamed else f"{words}: {nearest_keys(lacking, saved)}"
+    if optimizer:
         return (
             f"{words}: an optimizer that has made no step has no tensors to load into. torch's "
             "get_optimizer_state_dict makes them, but only while no parameter has a gradient: call it before the first "
@@ -151,13 +142,18 @@ def _loss(part: _NotLoaded, renamed: Renaming | None) -> str:
         )
     return (
         f"{words}: the state has no keys there. An object that makes its state at its first use must make it before "
-        f"the load; bucketpoint.load(url, keys={part.name!r}) returns what was saved"
+        f"the load; bucketpoint.load(url, keys={name!r}) returns what was saved"
     )
 
 
 def _not_loaded(
-    metadata: Metadata, unused: list[str], wanted: set[str], loaded: set[str], lacking: list[str]
-) -> Iterator[_NotLoaded]:
+    metadata: Metadata,
+    unused: list[str],
+    wanted: set[str],
+    loaded: set[str],
+    lacking: list[str],
+    renamed: Renaming | None,
+) -> Iterator[str]:
     # torch's optimizer states are recognised by their content, since a program may choose any key for them.
     optimizers = {
         name[:at] for name in loaded if (at := name.find(_PARAM_GROUPS)) == 0 or (at > 0 and name[at - 1] == ".")
@@ -176,15 +172,15 @@ def _not_loaded(
             # If only objects are saved, they may be the None values of an optimizer without momentum: nothing is lost.
             if name not in loaded_below and ("." not in name or has_tensors(names)):
                 reported.append(name)
-                of_optimizer = f"{name.rpartition('.')[0]}.".lstrip(".") in optimizers
-                yield _NotLoaded(name, names, lacking_below.get(name, []), of_optimizer)
+                optimizer = f"{name.rpartition('.')[0]}.".lstrip(".") in optimizers
+                yield _loss(name, names, lacking_below.get(name, []), renamed, optimizer=optimizer)
     for prefix in optimizers:
         groups = f"{prefix}{_PARAM_GROUPS}"
         names = [name for name in unused if name.startswith(prefix) and not name.startswith(groups)]
         if not names or any(f"{name}.".startswith(prefix) for name in reported) or not has_tensors(names):
             continue
         if not has_tensors(name for name in loaded if name.startswith(prefix) and not name.startswith(groups)):
-            yield _NotLoaded(prefix.rstrip("."), names, [], True)
+            yield _loss(prefix.rstrip("."), names, [], renamed, optimizer=True)
 
 
 def _by_prefix(names: Iterable[str], containers: Collection[str]) -> dict[str, list[str]]:
