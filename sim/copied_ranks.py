@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import SavePlan
 
 from bucketpoint import SavePlanner
 from bucketpoint.dcp.planning.global_plan import WriterMeta
-from bucketpoint.dcp.planning.items import AssignedItems, PackedItems, PlanItems, compress, decode_assignment
+from bucketpoint.dcp.planning.items import AssignedItems, PackedItems, PlanItems, compress, int_column
 from bucketpoint.dcp.planning.results import _arrived
 from bucketpoint.format import keys
 from bucketpoint.format.storage_info import ItemColumns as Places
@@ -48,7 +48,7 @@ class CopiedPlanner:
     """A rank's planner."""
 
     def __init__(self, first: FirstPlanner, layout: Layout, rank: int) -> None:
-        self._first, self._rank, self._row = first, rank, rank % layout.shards
+        self._first, self._row = first, rank % layout.shards
 
     def set_up_planner(self, **_: Any) -> None:
         """Nothing is its own."""
@@ -59,7 +59,7 @@ class CopiedPlanner:
         rows = sum(len(item.tensor_data.chunk.sizes) == 2 for item in plan.items)
         self._asked = PackedItems(packed.tables, compress(array("q", [self._row, 0] * rows)), packed.sizes)
         items: Any = _Sent(PlanItems, None, self._asked)
-        return replace(plan, items=items, planner_data=plan.planner_data._replace(sender=self._rank))
+        return replace(plan, items=items)
 
     def finish_plan(self, plan: Any) -> SavePlan:
         self.assigned = AssignedItems(plan.items.columns.encoded, self._asked)
@@ -87,7 +87,8 @@ class CopiedWriter:
         return plan
 
     def write_data(self, plan: SavePlan, planner: CopiedPlanner) -> CopiedWriter:
-        kinds = [position % 4 for position, _, _, _ in decode_assignment(planner.assigned.encoded)]
+        positions, *_ = int_column(planner.assigned.encoded).view(4, -1).tolist()
+        kinds = [position % 4 for position in positions]
         count = len(kinds)
         nbytes = [_NBYTES[kind] for kind in kinds]
         none = [-1] * count

@@ -60,7 +60,6 @@ class GlobalPlan:
 
     Attributes:
         assignment: the assignment as columns; None if DCP's functions have made the plan.
-        senders: global rank of each rank of the group.
         int_keys: paths of dicts with integer keys, on any rank.
         uncovered: tensors that the ranks do not hold completely, with the reasons: see `coverage.uncovered`.
         shapes: size and number of chunks of each tensor, by which later changes to the metadata are detected.
@@ -70,7 +69,6 @@ class GlobalPlan:
     metadata: Metadata
     assignment: Assignment | None
     uncovered: Sequence[tuple[str, str]]
-    senders: Sequence[int] = ()
     int_keys: Sequence[IntKeys] = ()
     templates: Templates | None = None
     shapes: Sequence[tuple[Any, ...]] = field(init=False)

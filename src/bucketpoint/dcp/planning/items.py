@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.format.index.int_columns import over
 
 MAX_SLICE_BYTES = 64 << 20
 """Largest slice, about two parts of an upload: small enough to balance, large enough for efficient requests."""
@@ -361,7 +362,8 @@ def assigned_items(items: Any) -> AssignedItems | None:
 def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
     """Decode the items that a rank is assigned, given all items that it holds."""
     items = []
-    for position, hint, first, rows in decode_assignment(encoded):
+    numbers = int_column(encoded)
+    for position, hint, first, rows in zip(*numbers.view(4, len(numbers) // 4).tolist(), strict=True):
         item = held[position]
         data, index = item.tensor_data, item.index
         if data is None:
@@ -374,13 +376,6 @@ def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
     return items
 
 
-def decode_assignment(encoded: bytes) -> list[tuple[int, int, int, int]]:
-    """Decode an assignment: position, hint, first row and number of rows of each entry."""
-    numbers = int_column(encoded)
-    return list(zip(*numbers.view(4, len(numbers) // 4).tolist(), strict=True))
-
-
 def int_column(blob: bytes) -> torch.Tensor:
     """Decode int64 numbers that `compress` has encoded."""
-    data = bytearray(zlib.decompress(blob))
-    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
+    return over(array("q", zlib.decompress(blob)))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.dcp.planning.agreement import Statement, descriptions
+from bucketpoint.dcp.planning.agreement import Statement, descriptions, rank_of
 from bucketpoint.dcp.planning.global_plan import GlobalPlan, PlannedMetadata, Templates, shapes_of
 from bucketpoint.dcp.planning.items import AssignedItems, assigned_items
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
@@ -219,16 +219,14 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
                 "The plan does not belong to the metadata that was passed with it",
                 remedy="A planner that alters the metadata of SavePlanner must use dataclasses.replace",
             )
-        assigned = plan.items[rank]
+        assigned, sender = plan.items[rank], rank_of(rank, sent.statement)
         if not isinstance(assigned, AssignedItems) or sent.items != assigned.digest:
-            raise IncompleteSaveError("A rank reported items that it was not assigned", rank=plan.senders[rank])
+            raise IncompleteSaveError("A rank reported items that it was not assigned", rank=sender)
         # Prefer the equal layout of the last save: it is already decoded.
         layout = before if (before := layouts[rank]) == columns.layout else columns.layout
         count = plan.assignment.count(rank) if plan.assignment is not None else 0
         if layout.count != count:
-            raise IncompleteSaveError(
-                f"{layout.count} results were reported for {count} items", rank=plan.senders[rank]
-            )
+            raise IncompleteSaveError(f"{layout.count} results were reported for {count} items", rank=sender)
         every[rank] = replace(columns, layout=layout)
     named = [sent.named[0] if isinstance(sent, Results) else sent for sent in results]
     return RankResults(named, metadata, plan, tuple(every))

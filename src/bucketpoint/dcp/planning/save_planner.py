@@ -46,7 +46,7 @@ from bucketpoint.dcp.planning.items import (
 )
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
 from bucketpoint.dcp.planning.rank_state import compared_digests, differences
-from bucketpoint.dcp.process_groups import is_initialized, this_rank
+from bucketpoint.dcp.process_groups import is_initialized
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_fault, first_of
 
 logger = logging.getLogger(__name__)
@@ -130,13 +130,12 @@ class _Local(NamedTuple):
     """Data that a rank sends to the coordinator with its items.
 
     Attributes:
-        sender: global rank.
+        node: id of the rank's node.
         mappings: DCP's mappings from flattened names to paths: see `pack_mappings`.
         digests: digests of the values that may differ between ranks.
         int_keys: paths of dicts with integer keys.
     """
 
-    sender: int
     node: str
     mappings: tuple[bytes, ...]
     digests: bytes
@@ -212,7 +211,7 @@ class SavePlanner(DefaultSavePlanner):
         except Exception as error:
             raise first_fault(error, self.state_dict.items(), _plan_alone) from error
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
-        local = _Local(this_rank(), node, mappings, digests, self._int_keys)
+        local = _Local(node, mappings, digests, self._int_keys)
         self.plan = SavePlan(cast(Any, items), planner_data=local)
         return self.plan
 
@@ -311,7 +310,6 @@ class SavePlanner(DefaultSavePlanner):
             if self.flatten_state_dict:
                 plan.metadata = replace(plan.metadata, planner_data=merged)
             plan.int_keys = sorted({paths for local in every for paths in local.int_keys}, key=str)
-            plan.senders = [local.sender for local in every]
         if content is not None:
             self._cache.agreed = with_last(self._cache.agreed, content, plan)
         return plan
@@ -354,7 +352,7 @@ def _content(plans: Sequence[SavePlan], apart: Sequence[str]) -> bytes | None:
         packed, local = packed_items(plan.items), plan.planner_data
         if packed is None:
             return None
-        described += [packed.digest, *local.mappings, repr((local.sender, local.node, local.int_keys)).encode()]
+        described += [packed.digest, *local.mappings, repr((local.node, local.int_keys)).encode()]
     return content_digest(*described)
 
 
