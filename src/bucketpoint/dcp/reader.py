@@ -278,10 +278,10 @@ class BucketReader(Located, StorageReader):
             try:
                 if self._cooperation is None:
                     requests = plan_here()
-                    meter.expect(sum(request.nbytes for request in requests))
-                    fetch(store, requests, self.transfer, pool=pool, meter=meter)
                 else:
-                    self._cooperation.fetch(store, plan_here, self.transfer, pool=pool, meter=meter)
+                    requests = self._cooperation.fetch(store, plan_here, self.transfer, meter=meter)
+                meter.expect(sum(request.nbytes for request in requests))
+                fetch(store, requests, self.transfer, pool=pool, meter=meter)
             except (ObjectNotFoundError, PreconditionFailedError) as error:
                 raise CorruptDataError(
                     f"The checkpoint is damaged: a data object is missing or was replaced: {error.message}",

@@ -25,7 +25,7 @@ from bucketpoint.dcp.meeting import Meeting
 from bucketpoint.dcp.meshes import Mesh, not_connected
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
-from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
+from bucketpoint.transfer import Meter, Request, TransferOptions
 
 ARRIVE_WITHIN = timedelta(minutes=2)
 """Limit on the time between the first and the last rank to finish planning, which is local and short. If a rank fails
@@ -129,15 +129,12 @@ class Cooperation:
             return bytes(exchange.broadcast(get() if exchange.rank == 0 else b""))
 
     def fetch(
-        self,
-        store: Store,
-        plan: Callable[[], list[Request]],
-        options: TransferOptions,
-        *,
-        pool: BufferPool,
-        meter: Meter,
-    ) -> None:
+        self, store: Store, plan: Callable[[], list[Request]], options: TransferOptions, *, meter: Meter
+    ) -> list[Request]:
         """Plan this rank's requests and run them. One member reads the bytes that several members need.
+
+        Returns:
+            All requests if no bytes are shared: then this rank has to run them.
 
         Raises:
             BucketpointError: the error of another rank that failed.
@@ -145,21 +142,18 @@ class Cooperation:
         """
         exchange = self._exchange
         if exchange is None:
-            _fetch_alone(store, plan(), options, pool, meter)
-            return
+            return plan()
         with self.taking_part():
             exchange.agree(range(exchange.size), within=min(ARRIVE_WITHIN, exchange.mesh.timeout))
             requests = plan()
             numbers = {key: _number_of(key) for key in {request.key for request in requests}}
             schedule = self._agree(exchange, requests, numbers, options)
-            if schedule is None:
-                self._end()
-                _fetch_alone(store, requests, options, pool, meter)
-                return
-            load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
-            load.run(self.taking_part)
-            self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
+            if schedule is not None:
+                load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
+                load.run(self.taking_part)
+                self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
         self._end()
+        return requests if schedule is None else []
 
     def _agree(
         self, exchange: Peers, requests: list[Request], numbers: dict[str, int], options: TransferOptions
@@ -194,13 +188,6 @@ class Cooperation:
             if failure is None or failure.rank == process_groups.this_rank() or not isinstance(error, Exception):
                 raise
             raise failure from error
-
-
-def _fetch_alone(
-    store: Store, requests: list[Request], options: TransferOptions, pool: BufferPool, meter: Meter
-) -> None:
-    meter.expect(sum(request.nbytes for request in requests))
-    fetch(store, requests, options, pool=pool, meter=meter)
 
 
 def _number_of(key: str) -> int:
