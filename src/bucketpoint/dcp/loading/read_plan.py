@@ -8,7 +8,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,22 +121,17 @@ class ReadPlan:
             if item.storage_index.fqn in quantized:
                 resolved.append(self._quantized(item, target))
             else:
-                resolved.append(self._planned(item, item.storage_index, target, partial(self._chunk_of, item)))
+                info, key, etag = self._found(item.storage_index)
+                resolved.append(PlannedItem(item, info, key, target, etag, self._chunk_of(item, info)))
         return resolved
 
-    def _planned(
-        self,
-        read: ReadItem,
-        index: MetadataIndex,
-        target: torch.Tensor | None,
-        chunk_of: Callable[[ItemInfo], SavedChunk | None],
-    ) -> PlannedItem:
+    def _found(self, index: MetadataIndex) -> tuple[ItemInfo, str, str | None]:
+        """Return the facts of an item, the key of its object, and the ETag of the object."""
         stored = (self.metadata.storage_data or {}).get(index)
         if stored is None:
             raise MetadataError("The metadata names no data for this item", key=index.fqn)
         info = read_item(stored)
-        key, etag = keys.join(self.prefix, info.path), self.etags.get(info.path)
-        return PlannedItem(read, info, key, target, etag, chunk_of(info))
+        return info, keys.join(self.prefix, info.path), self.etags.get(info.path)
 
     def _quantized(self, read: ReadItem, target: torch.Tensor | None) -> PlannedItem:
         from bucketpoint.checkpoint.safetensors_folder import FP8
@@ -145,7 +139,8 @@ class ReadPlan:
         quantization, shape = self.quantization, self.shapes.of(read.storage_index) or ()
         assert quantization is not None
         kind, stored = (SavedChunk, torch.float8_e4m3fn) if quantization.method == FP8 else (Fp4Chunk, torch.uint8)
-        item = self._planned(read, read.storage_index, target, partial(kind.of, dtype=stored, shape=shape))
+        info, key, etag = self._found(read.storage_index)
+        item = PlannedItem(read, info, key, target, etag, kind.of(info, dtype=stored, shape=shape))
         dtype = None if target is None else target.dtype
         if dtype is None or not dtype.is_floating_point or dtype.itemsize < torch.bfloat16.itemsize:
             raise MismatchError(
@@ -154,13 +149,10 @@ class ReadPlan:
                 remedy="Load into bfloat16 or float32, or pass dequantize=False to the reader for what is stored",
             )
         count = quantization.scales_shape(shape)
-
-        def scales_of(info: ItemInfo) -> SavedChunk | None:
-            itemsize = info.checked_nbytes // max(math.prod(count), 1)
-            return SavedChunk.of(info, quantization.scales_dtype(itemsize), count)
-
-        index = MetadataIndex(quantization.scales[item.fqn], torch.Size([0] * len(count)))
-        scales = self._planned(read, index, None, scales_of)
+        info, key, etag = self._found(MetadataIndex(quantization.scales[item.fqn], torch.Size([0] * len(count))))
+        itemsize = info.checked_nbytes // max(math.prod(count), 1)
+        chunk = SavedChunk.of(info, quantization.scales_dtype(itemsize), count)
+        scales = PlannedItem(read, info, key, None, etag, chunk)
         if item.chunk is None or scales.chunk is None:
             raise MetadataError("A quantized tensor or its scales have other sizes in the metadata", key=item.fqn)
         return replace(item, scales=scales)
