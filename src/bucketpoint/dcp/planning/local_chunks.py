@@ -60,10 +60,6 @@ class LocalChunks:
         return None
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        fault = self.fault()
-        if fault is not None:
-            # DCP's planner expects a ValueError.
-            raise ValueError(fault)
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
             for offsets, size in zip(self.global_offsets, self.sizes, strict=True)
