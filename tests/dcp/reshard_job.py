@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bucketpoint import BucketWriter
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.format.storage_info import Columns
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor."""
@@ -209,7 +210,7 @@ class Job:
 
     def in_columns(self) -> list[bool]:
         """For each rank whether the results of the last save crossed as columns."""
-        return [isinstance(results, Results) and results.columns is not None for results in self.reported]
+        return [isinstance(results, Results) and isinstance(results.content, Columns) for results in self.reported]
 
 
 def _count(report: Any) -> int:

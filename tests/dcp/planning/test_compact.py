@@ -116,7 +116,7 @@ def test_sends_no_more_for_items_of_many_blocks_than_for_small_ones(tmp_path: Pa
         stored = decode_metadata((tmp_path / str(elements) / ".metadata").read_bytes()).storage_data or {}
         assert len(stored) == 19
         assert {read_item(info).table_nbytes for info in stored.values()} == {4 * 32 if elements > 2 << 10 else 0}
-        assert [len(results.columns.checksums) for results in job.reported] == [4 * 10, 4 * 9]
+        assert [len(results.content.checksums) for results in job.reported] == [4 * 10, 4 * 9]
         sent[elements] = sum(job.bytes)
     assert sent[2 << 20] < sent[2 << 10] + 19 * 32
 

@@ -256,7 +256,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 items[fqn] = _create_read_items(fqn, entry, value)
                 continue
             # Every version of DCP understands this description of a tensor of several chunks.
-            described = chunks_in(value) or value
+            described: Any = chunks_in(value) or value
             misfit = _unfit(entry, described)
             if misfit is not None:
                 misfits[fqn] = misfit

@@ -69,10 +69,6 @@ class Results:
         content = zlib.compress(pickle.dumps((list(results), described)))
         return Results(content, b"", statement, report, results)
 
-    @property
-    def columns(self) -> Columns | None:
-        return self.content if isinstance(self.content, Columns) else None
-
     @cached_property
     def named(self) -> tuple[list[WriteResult], bytes]:
         """Results that name their items, and the items' descriptions; empty if the content is columns."""
@@ -109,25 +105,20 @@ def _columns(results: Sequence[WriteResult], plan: SavePlan) -> Columns | None:
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results that all ranks reported: lists of results as in DCP, or columns.
+    """The results that all ranks reported.
 
     Attributes:
-        sent: for each rank, the results that name their items; empty for a rank with columns.
+        ranks: for each rank, columns, or a list of results as in DCP.
         plan: the plan; None if the metadata is not a `PlannedMetadata`.
-        columns: columns of each rank; None for a rank whose results name their items.
     """
 
-    sent: Sequence[Sequence[WriteResult]]
+    ranks: Sequence[Columns | Sequence[WriteResult]]
     metadata: Metadata
     plan: GlobalPlan | None
-    columns: tuple[Columns | None, ...]
 
     @property
     def count(self) -> int:
-        return sum(
-            len(each) if columns is None else columns.layout.count
-            for each, columns in zip(self.sent, self.columns, strict=True)
-        )
+        return sum(each.layout.count if isinstance(each, Columns) else len(each) for each in self.ranks)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -136,7 +127,7 @@ class RankResults:
 
     @property
     def known(self) -> list[Columns]:
-        return [columns for columns in self.columns if columns is not None]
+        return [each for each in self.ranks if isinstance(each, Columns)]
 
     def objects(self) -> dict[str, dict[str, Any]]:
         """Return size and ETag of each object that is named in columns, by path."""
@@ -160,17 +151,18 @@ class RankResults:
 
     def results(self) -> list[Sequence[WriteResult]]:
         """Return each rank's results as lists, decoded from columns where needed."""
-        every = list(self.sent)
         with without_gc():
-            for rank, columns in enumerate(self.columns):
-                if columns is not None:
-                    assigned = self.plan.items[rank] if self.plan is not None else None
-                    assert isinstance(assigned, AssignedItems)
-                    every[rank] = [
-                        WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
-                        for item, info in zip(assigned.items(), unpack(columns), strict=True)
-                    ]
-        return every
+            return [self._decoded(rank, each) for rank, each in enumerate(self.ranks)]
+
+    def _decoded(self, rank: int, results: Columns | Sequence[WriteResult]) -> Sequence[WriteResult]:
+        if not isinstance(results, Columns):
+            return results
+        assigned = self.plan.items[rank] if self.plan is not None else None
+        assert isinstance(assigned, AssignedItems)
+        return [
+            WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+            for item, info in zip(assigned.items(), unpack(results), strict=True)
+        ]
 
     def templates(self, *, indexed: bool) -> Templates | None:
         """Return the part of the metadata that the next save can reuse, with that of the index if `indexed`.
@@ -209,10 +201,11 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
         IncompleteSaveError: a rank's results do not fit the items that it was assigned.
     """
     plan = metadata.plan if isinstance(metadata, PlannedMetadata) else None
-    every = [sent.columns if isinstance(sent, Results) else None for sent in results]
-    layouts: Sequence[ItemColumns | None] = plan.templates.layouts if plan and plan.templates else [None] * len(every)
-    for rank, (sent, columns) in enumerate(zip(results, every, strict=True)):
-        if columns is None:
+    layouts: Sequence[ItemColumns | None] = plan.templates.layouts if plan and plan.templates else [None] * len(results)
+    every: list[Columns | Sequence[WriteResult]] = []
+    for rank, sent in enumerate(results):
+        if not isinstance(sent, Results) or not isinstance(sent.content, Columns):
+            every.append(sent.named[0] if isinstance(sent, Results) else sent)
             continue
         if plan is None or rank >= len(plan.items):
             raise IncompleteSaveError(
@@ -223,10 +216,9 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
         if not isinstance(assigned, AssignedItems) or sent.items != assigned.digest:
             raise IncompleteSaveError("A rank reported items that it was not assigned", rank=sender)
         # Prefer the equal layout of the last save: it is already decoded.
-        layout = before if (before := layouts[rank]) == columns.layout else columns.layout
+        layout = before if (before := layouts[rank]) == sent.content.layout else sent.content.layout
         count = plan.assignment.count(rank) if plan.assignment is not None else 0
         if layout.count != count:
             raise IncompleteSaveError(f"{layout.count} results were reported for {count} items", rank=sender)
-        every[rank] = replace(columns, layout=layout)
-    named = [sent.named[0] if isinstance(sent, Results) else sent for sent in results]
-    return RankResults(named, metadata, plan, tuple(every))
+        every.append(replace(sent.content, layout=layout))
+    return RankResults(every, metadata, plan)

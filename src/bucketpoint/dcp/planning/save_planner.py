@@ -108,16 +108,17 @@ def rows_of_item(value: Any, item: WriteItem) -> torch.Tensor | None:
         return None
     chunk = item.tensor_data.chunk
     # A DTensor has one piece or several (torchrec's wrapper); any other tensor is a whole.
-    listed = hasattr(value, "__create_chunk_list__")
     whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
-    for piece in value.__create_chunk_list__() if listed else [whole]:
+    pieces_of = getattr(value, "__create_chunk_list__", lambda: [whole])
+    local_of = getattr(value, "__get_tensor_shard__", lambda index: value)
+    for piece in pieces_of():
         first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
         beside = (*piece.offsets[1:], *piece.sizes[1:]) != (*chunk.offsets[1:], *chunk.sizes[1:])
         if beside or first < 0 or (chunk.sizes and first + chunk.sizes[0] > piece.sizes[0]):
             continue
         if tuple(piece.sizes) == tuple(chunk.sizes):
             return None
-        local: Any = value.__get_tensor_shard__(MetadataIndex(item.index.fqn, piece.offsets)) if listed else value
+        local = local_of(MetadataIndex(item.index.fqn, piece.offsets))
         rows: torch.Tensor = local.detach().narrow(0, first, chunk.sizes[0])
         return rows
     return None

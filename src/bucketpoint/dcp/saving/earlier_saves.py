@@ -32,7 +32,7 @@ from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.storage_info import OBJECT, PAYLOAD_NBYTES, pack
+from bucketpoint.format.storage_info import OBJECT, PAYLOAD_NBYTES, Columns, pack
 from bucketpoint.location import Location, parent_and_name
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions
@@ -317,9 +317,9 @@ def is_later(url: str, last: str) -> bool:
 def _checksum_digests(results: RankResults) -> dict[str, bytes]:
     """Return a digest of the checksums of the moments in each group of objects, with no Python object per item."""
     digests: dict[str, Any] = {}
-    for sent, reported in zip(results.sent, results.columns, strict=True):
+    for reported in results.ranks:
         # Results that name their items are packed here. If columns cannot hold them, they are not watched.
-        columns = reported or pack([result.storage_data for result in sent])
+        columns = reported if isinstance(reported, Columns) else pack([result.storage_data for result in reported])
         if columns is None:
             continue
         checksums = np.frombuffer(columns.checksums, "<u4")
