@@ -217,7 +217,7 @@ def _count(report: Any) -> int:
     """The number of results that a rank reports."""
     if not isinstance(report, Results):
         return len(report)
-    return report.columns.layout.count if report.columns is not None else len(report.named[0])
+    return report.content.layout.count if isinstance(report.content, Columns) else len(report.named[0])
 
 
 def crossed(values: Sequence[Any]) -> list[Any]:

@@ -50,8 +50,8 @@ class ArenaLayout:
 def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
     """Plan the copies of strided tensors on devices whose `data_ptr()` is an address.
 
-    Tensors that overlap at the source (tied weights, views of one buffer) overlap in the arena in the same way, and
-    their bytes are copied once. The gaps of a strided view are copied only if another tensor needs them.
+    Tensors that overlap at the source (tied weights, views of one buffer) overlap in the arena in the same way. A
+    tensor inside another is not copied again. The gaps of a strided view are copied only if another tensor needs them.
 
     Args:
         by_bytes: plan dense memory of this process as `moves`, not as `copies`.
@@ -98,7 +98,6 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
     """Place dense sources: one region for each run of overlapping spans, by address."""
     regions: list[Region] = []
     places, copies = layout.places, layout.copies
-    members: list[int] = []
     start = end = offset = 0
     cursor = layout.nbytes
     spans.sort()
@@ -107,9 +106,6 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
         dtype = source.dtype
         # A byte copy may cover adjacent tensors; a tensor copy may not, because it cannot cross storages.
         if address > end or (address == end and not moved):
-            if members:
-                _copy_whole(sources, members, start, end, layout)
-                members.clear()
             start, end = address, address - minus_size
             # The offset equals the source's address modulo a cache line, so that every view in the region is aligned.
             offset = cursor + (address - cursor) % ALIGNMENT
@@ -121,32 +117,14 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
         else:
             if address - minus_size > end:
                 if not moved:
-                    members.append(index)
+                    copies.append((source, index))
                 end = address - minus_size
                 cursor = offset + end - start
                 regions[-1] = (start, end, offset)
             place = (dtype, source.shape, source.stride(), offset + address - start)
         places[index] = place
-    if members:
-        _copy_whole(sources, members, start, end, layout)
     layout.nbytes = cursor
     return regions
-
-
-def _copy_whole(
-    sources: Sequence[torch.Tensor], members: Sequence[int], start: int, end: int, layout: ArenaLayout
-) -> None:
-    """Plan one copy of all bytes of the last region, which extends beyond its first tensor."""
-    storage, size = sources[members[-1]].untyped_storage(), end - start
-    if start < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
-        # No storage holds the whole region (two NumPy slices of one array): copy each tensor that extends it.
-        layout.copies += [(sources[index], index) for index in members]
-        return
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    whole.set_(storage, start - storage.data_ptr(), (size,), (1,))
-    offset = layout.places[layout.copies[-1][1]][3]
-    layout.copies[-1] = (whole, len(layout.places))
-    layout.places.append((torch.uint8, (size,), (1,), offset))
 
 
 def _place_gappy(
