@@ -273,7 +273,6 @@ class SharedLoad:
         receives: list[Message] = []
         arrived: list[tuple[Cell, memoryview | None]] = []
         tags: Counter[int] = Counter()
-        done: list[memoryview] = []
         for cell in cells:
             if cell.reader == here:
                 view, staying = self._take(cell)
@@ -289,13 +288,11 @@ class SharedLoad:
             else:
                 continue
             arrived.append((cell, None if staying else view))
-            if not staying:
-                done.append(view)
         self._exchange.move(receives, sends)
         for cell, copied in arrived:
             self._settle(cell, copied, finishing)
-        for view in done:
-            self._memory.give(view)
+            if copied is not None:
+                self._memory.give(copied)
 
     def _take(self, cell: Cell) -> tuple[memoryview, bool]:
         """Take a cell that this rank has read. Return the bytes, and True if they are in the caller's memory."""
