@@ -387,7 +387,7 @@ class BucketReader(Located, StorageReader):
         def read_now(extents: Iterable[Extent]) -> None:
             fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
 
-        return plan_requests(load_extents(reads, plan.items, read_now, url=self.url), self.transfer)
+        return plan_requests(load_extents(reads, plan.items, read_now), self.transfer)
 
 
 class Unread(Metadata):

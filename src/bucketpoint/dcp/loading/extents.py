@@ -30,7 +30,7 @@ ReadNow = Callable[[Iterable[Extent]], None]
 T = TypeVar("T")
 
 
-def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *, url: str | None) -> list[Extent]:
+def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow) -> list[Extent]:
     """Return the byte ranges that the items need, in the order of the items.
 
     Raises:
@@ -50,7 +50,7 @@ def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *
     in_part = [item for item in planned if item.needs_table(alone=alone)]
     # The tables of an object are adjacent.
     tables = [(item.info.table_offset or 0, item.info.table_nbytes) for item in in_part]
-    infos = _read_first(in_part, tables, functools.partial(_with_blocks, url=url), read_now, checked=True)
+    infos = _read_first(in_part, tables, _with_blocks, read_now, checked=True)
     planned = [replace(item, info=infos[item.place]) if item.place in infos else item for item in planned]
     return [extent for item in planned for extent in plan.extents(item)]
 
@@ -93,7 +93,7 @@ def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
     return replace(item, chunk=chunk)
 
 
-def _with_blocks(item: PlannedItem, table: memoryview, url: str | None) -> ItemInfo:
+def _with_blocks(item: PlannedItem, table: memoryview) -> ItemInfo:
     """Return the item's facts with the block checksums that verify parts of it."""
     from bucketpoint.checkpoint.checksums import with_blocks
 
@@ -101,7 +101,6 @@ def _with_blocks(item: PlannedItem, table: memoryview, url: str | None) -> ItemI
     if info is None:
         raise CorruptDataError(
             f"Checksum mismatch in {item.fqn}: the checksums of its blocks differ from those written at save",
-            url=url,
             key=item.key,
         )
     return info
