@@ -286,32 +286,31 @@ def merged_mappings(plans: Sequence[SavePlan], metadata: Metadata) -> dict[str, 
         RanksDisagreeError: a load that builds the state from the merged mappings would refuse a tensor or a dict, or
             change a rank's structure.
     """
-    every = [plan.planner_data for plan in plans]
-    parts = unpack_mappings([local.mappings for local in every])
+    every = _by_rank([plan.planner_data for plan in plans], [plan.storage_data for plan in plans])
+    parts = unpack_mappings([local.mappings for local in every.values()])
     whole: dict[str, Path] = {}
     # The dicts and lists: for each one the type of the keys, and the first path through it.
     nodes: dict[Path, tuple[type, Path]] = {}
     for part in parts.values():
         for name, path in part.items():
             if whole.setdefault(name, path) != path:
-                _refuse_paths(plans, parts, whole[name], path)
+                _refuse_paths(every, parts, whole[name], path)
             for depth in range(len(path) - 1, -1, -1):
                 kind, first = nodes.setdefault(path[:depth], (type(path[depth]), path))
                 if kind is not type(path[depth]):
-                    _refuse_paths(plans, parts, first, path)
+                    _refuse_paths(every, parts, first, path)
                 if first is not path:
                     break
     for name, path in whole.items():
         # Ranks without a dict or list may have None or an empty list at its place, which give way in a load.
         if path in nodes and isinstance(metadata.state_dict_metadata.get(name), TensorStorageMetadata):
-            _refuse_paths(plans, parts, path, nodes[path][1])
-    _agree_on_int_keys(plans, parts)
+            _refuse_paths(every, parts, path, nodes[path][1])
+    _agree_on_int_keys(every, parts)
     return whole
 
 
-def _agree_on_int_keys(plans: Sequence[SavePlan], parts: Mapping[bytes, Mapping[str, Path]]) -> None:
+def _agree_on_int_keys(every: Mapping[int, Any], parts: Mapping[bytes, Mapping[str, Path]]) -> None:
     """Raise RanksDisagreeError if the merged record of integer keys makes an integer of a rank's text key."""
-    every = _by_rank([plan.planner_data for plan in plans], [plan.storage_data for plan in plans])
     merged = merged_int_keys({record for local in every.values() for record in local.int_keys})
     if not merged:
         return
@@ -336,8 +335,7 @@ def _agree_on_int_keys(plans: Sequence[SavePlan], parts: Mapping[bytes, Mapping[
             _refuse_structures(stated, (*node, text))
 
 
-def _refuse_paths(plans: Sequence[SavePlan], parts: Mapping[bytes, Mapping[str, Path]], *paths: Path) -> NoReturn:
-    every = _by_rank([plan.planner_data for plan in plans], [plan.storage_data for plan in plans])
+def _refuse_paths(every: Mapping[int, Any], parts: Mapping[bytes, Mapping[str, Path]], *paths: Path) -> NoReturn:
     stated = {
         rank: (path, "state" + "".join(f"[{key!r}]" for key in path))
         for rank, local in every.items()
