@@ -35,6 +35,7 @@ from bucketpoint.dcp.planning.items import (
     row_borders,
     slice_nbytes,
 )
+from bucketpoint.format.index.int_columns import Segments
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.storage_info import IndexColumns
 from bucketpoint.format.tensor_bytes import tensor_bytes
@@ -108,8 +109,9 @@ class _NameTable:
     sizes: list[torch.Size]
     dims: torch.Tensor
     shapes: torch.Tensor
-    is_bytes: torch.Tensor
-    is_sharded: torch.Tensor
+    kinds: torch.Tensor
+    """TENSOR, SHARD or BYTE_IO."""
+
     itemsizes: torch.Tensor
     strides: torch.Tensor
     """Increase of a key (`_Held.keys`) for each step of an offset, by dimension."""
@@ -138,12 +140,9 @@ def _numbered(
             (size, properties.dtype, properties.layout) for properties, size in table.descriptions
         ]
         facts.append((torch.Size(), None, None))
-        of_pair: dict[tuple[int, int], int] = {}
         mine = []
-        for name, pair in zip(table.names, zip(table.kinds, table.described, strict=True), strict=True):
-            kind = of_pair.get(pair)
-            if kind is None:
-                kind = of_pair[pair] = kinds.setdefault((pair[0], *facts[pair[1]]), len(kinds))
+        for name, item_kind, about in zip(table.names, table.kinds, table.described, strict=True):
+            kind = kinds.setdefault((item_kind, *facts[about]), len(kinds))
             number = numbers.setdefault(name, len(numbers))
             if number == len(kind_of):
                 kind_of.append(kind)
@@ -170,8 +169,7 @@ def _numbered(
         sizes=[shapes[kind] for kind in kind_of],
         dims=per_name(list(map(len, shapes))),
         shapes=per_name([[*shape, *[1] * (most - len(shape))] for shape in shapes]),
-        is_bytes=per_name([kind == BYTE_IO for kind, *_ in kinds]),
-        is_sharded=per_name([kind == SHARD for kind, *_ in kinds]),
+        kinds=per_name([kind for kind, *_ in kinds]),
         itemsizes=per_name([BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize for _, _, dtype, _ in kinds]),
         strides=per_name([[prod(each[at + 1 :]) if at < len(each) else 0 for at in range(most)] for each in extents]),
         bases=spans.cumsum(0) - spans,
@@ -225,11 +223,10 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
     offsets, sizes = offsets.view(-1, most), sizes.view(-1, most)
     whole = names.shapes[number]
     _require(((offsets >= 0) & (sizes >= 0) & (offsets + sizes <= whole)).all())
-    _require((names.is_sharded[number] | ((offsets == 0) & (sizes == whole)).all(1)).all())
+    _require(((names.kinds[number] == SHARD) | ((offsets == 0) & (sizes == whole)).all(1)).all())
     keys = names.bases[number] + (offsets * names.strides[number]).sum(1)
-    rank = torch.repeat_interleave(torch.arange(len(asked)), counts)
-    position = torch.arange(total) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return _Held(names, every, rank, position, number, torch.cat([empty, *properties]), offsets, sizes, keys)
+    of_rank, described = Segments.of(counts), torch.cat([empty, *properties])
+    return _Held(names, every, of_rank.owner, of_rank.place, number, described, offsets, sizes, keys)
 
 
 def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset[str]) -> Assignment:
@@ -243,10 +240,9 @@ def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset
     by_tensor = torch.sort(number, stable=True).indices
     grouped = number[by_tensor]
     begins, lengths = _runs(grouped)
-    within = torch.arange(len(grouped)) - torch.repeat_interleave(begins, lengths)
-    hints = torch.empty_like(within)
-    hints[by_tensor] = within
-    is_bytes = names.is_bytes[number]
+    hints = torch.empty_like(number)
+    hints[by_tensor] = Segments.of(lengths).place
+    is_bytes = names.kinds[number] == BYTE_IO
     hints[is_bytes] = -1
     nbytes = sizes.prod(1) * names.itemsizes[number]
     nbytes[is_bytes] = -1
@@ -265,7 +261,7 @@ def _assigned(held: _Held, ranks: int, nodes: Sequence[object], apart: frozenset
         if properties < 0:
             state[texts[at]] = BytesStorageMetadata()
             continue
-        chunks = list(map(_chunk, places[begin : begin + length], extents[begin : begin + length]))
+        chunks = list(map(ChunkStorageMetadata, places[begin : begin + length], extents[begin : begin + length]))
         state[texts[at]] = TensorStorageMetadata(held.described[properties], names.sizes[at], chunks)
     offset_of: list[torch.Size | None] = [None] * len(number)
     for entry, place in zip(by_tensor.tolist(), places, strict=True):
@@ -343,10 +339,3 @@ def _shared(rows: torch.Tensor, seen: dict[tuple[int, ...], torch.Size]) -> list
             shape = seen[row] = torch.Size([value for value in row if value >= 0])
         shapes.append(shape)
     return shapes
-
-
-def _chunk(offsets: torch.Size, sizes: torch.Size) -> ChunkStorageMetadata:
-    # The __init__ of the dataclass would be slow.
-    chunk = object.__new__(ChunkStorageMetadata)
-    vars(chunk).update(offsets=offsets, sizes=sizes)
-    return chunk
