@@ -26,6 +26,7 @@ from bucketpoint.dcp.planning.items import (
     AssignedItems,
     PlanItems,
     items_of,
+    pack_items,
     pack_mappings,
     packed_items,
 )
@@ -88,7 +89,7 @@ def by_dcp(held: Sequence[list[WriteItem]]) -> tuple[list[SavePlan], Metadata]:
 
 
 def arrived(held: Sequence[list[WriteItem]]) -> list[SavePlan]:
-    return [pickle.loads(pickle.dumps(SavePlan(PlanItems.packed(items)))) for items in held]  # type: ignore[arg-type]
+    return [pickle.loads(pickle.dumps(SavePlan(PlanItems(items, pack_items(items))))) for items in held]  # type: ignore[arg-type]
 
 
 def planned(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> GlobalPlan:
@@ -323,7 +324,8 @@ def test_shows_items_as_a_list_to_whoever_looks_and_sends_altered_ones_as_they_a
     assert packed_items(crossed) is None
     assert pickle.loads(pickle.dumps(crossed)) == [*items, bytes_item("more")]
     assert [*crossed[:2], *crossed.copy()] == [*items[:2], *items, bytes_item("more")]
-    local = PlanItems.packed([whole_item("w", (30, 3))])
+    items = [whole_item("w", (30, 3))]
+    local = PlanItems(items, pack_items(items))
     local[0] = whole_item("other", (2,))
     assert pickle.loads(pickle.dumps(local)) == [whole_item("other", (2,))]
 

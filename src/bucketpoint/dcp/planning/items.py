@@ -57,17 +57,6 @@ def row_borders(rows: int, size: int, slice_bytes: int) -> list[int]:
     return [rows * number // count for number in range(count + 1)]
 
 
-def rows_of(item: WriteItem, data: TensorWriteData, first: int, last: int, hint: int | None = None) -> WriteItem:
-    """Return the rows `[first, last)` of an item's chunk as a separate item."""
-    offsets = torch.Size([data.chunk.offsets[0] + first, *data.chunk.offsets[1:]])
-    sizes = torch.Size([last - first, *data.chunk.sizes[1:]])
-    return WriteItem(
-        index=MetadataIndex(item.index.fqn, offsets, hint),
-        type=WriteItemType.SHARD,
-        tensor_data=replace(data, chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes)),
-    )
-
-
 def assign(pieces: Sequence[tuple[int, tuple[int, ...]]], loads: list[int], nodes: Sequence[object]) -> list[int]:
     """Choose for each piece the rank that writes it: the largest piece first, on the least loaded node and rank.
 
@@ -320,11 +309,6 @@ class PlanItems(UserList[WriteItem]):
         if items is not None or columns is None:
             self._set(list(items or ()))
 
-    @staticmethod
-    def packed(items: Sequence[WriteItem]) -> PlanItems:
-        """Return the items of this rank, with columns if columns can hold them."""
-        return PlanItems(items, pack_items(items))
-
     @property
     def columns(self) -> PackedItems | AssignedItems | None:
         """The columns; None if columns cannot hold the items, or if the list was altered."""
@@ -372,7 +356,10 @@ def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
             # `replace` would take twice as long, and this runs for each item of each save.
             items.append(WriteItem(MetadataIndex(index.fqn, index.offset, hint), item.type, tensor_data=data))
         else:
-            items.append(rows_of(item, data, first, first + rows, hint))
+            offsets = torch.Size([data.chunk.offsets[0] + first, *data.chunk.offsets[1:]])
+            sizes = torch.Size([rows, *data.chunk.sizes[1:]])
+            part = replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
+            items.append(WriteItem(MetadataIndex(index.fqn, offsets, hint), WriteItemType.SHARD, tensor_data=part))
     return items
 
 

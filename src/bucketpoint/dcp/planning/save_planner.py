@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor, _create_write_items
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_item_for_tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from bucketpoint.dcp.planning.agreement import merged_mappings, rank_of
@@ -41,6 +41,7 @@ from bucketpoint.dcp.planning.items import (
     assigned_items,
     content_digest,
     items_of,
+    pack_items,
     pack_mappings,
     packed_items,
 )
@@ -92,10 +93,9 @@ def _facts(value: Any) -> tuple[Any, ...]:
     if isinstance(value, ShardedTensor):
         shards = value.metadata().shards_metadata
         return (value.size(), value.dtype, tuple((*shard.shard_offsets, *shard.shard_sizes) for shard in shards))
-    described = getattr(value, "__create_chunk_list__", None)
-    if described is not None or hasattr(value, "global_shape"):
-        # The tensor holds several chunks of a larger tensor (CheckpointableTensor); DCP's items describe the chunks.
-        chunks = (item.tensor_data.chunk for item in _create_write_items("", value) if item.tensor_data is not None)
+    if hasattr(value, "__create_chunk_list__") or hasattr(value, "global_shape"):
+        # The tensor holds several chunks of a larger tensor (CheckpointableTensor).
+        chunks = _create_chunk_list(value)
         return (value.dtype, *((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks))
     return (value.shape, value.dtype)
 
@@ -202,7 +202,8 @@ class SavePlanner(DefaultSavePlanner):
             self._signature = (signature_of(self.state_dict), tuple(self.mappings.values()), self._int_keys)
             items, _ = self._cache.kept.get(self._signature, (None, None)) if self._keep_plans else (None, None)
             if items is None or packed_items(items) is None:
-                items = PlanItems.packed(write_items(self.state_dict, self.is_coordinator))
+                own = write_items(self.state_dict, self.is_coordinator)
+                items = PlanItems(own, pack_items(own))
             self._asked = items
             mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
             # Without a process group, there is no other rank to compare with.
@@ -281,12 +282,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def __getstate__(self) -> dict[str, Any]:
         # Only the configuration is pickled: the attributes of one save may hold the whole state.
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_SAVE}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.mappings, self._signature, self._asked = {}, None, PlanItems()
-        self._int_keys, self._thread = (), 0
+        return {**self.__dict__, **_OF_ONE_SAVE}
 
     def _refuse_two_threads(self) -> None:
         """Raise if another thread has set up this planner, because its state would be saved in place of ours."""
@@ -327,23 +323,23 @@ class SavePlanner(DefaultSavePlanner):
             )
 
 
-_OF_ONE_SAVE = {
-    "_asked",
-    "_int_keys",
-    "_signature",
-    "_thread",
-    "mappings",
-    "metadata",
-    "plan",
-    "global_plan",
-    "is_coordinator",
-    "state_dict",
+_OF_ONE_SAVE: dict[str, Any] = {
+    "_asked": PlanItems(),
+    "_int_keys": (),
+    "_signature": None,
+    "_thread": 0,
+    "mappings": {},
+    "metadata": None,
+    "plan": None,
+    "global_plan": None,
+    "is_coordinator": False,
+    "state_dict": None,
 }
 
 
 def _plan_alone(key: str, value: Any) -> None:
     signature_of({key: value})
-    PlanItems.packed(write_items({key: value}, True))
+    pack_items(write_items({key: value}, True))
 
 
 def _content(plans: Sequence[SavePlan], apart: Sequence[str]) -> bytes | None:
