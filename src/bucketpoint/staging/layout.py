@@ -59,22 +59,17 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Arena
     layout = ArenaLayout(places=[_NOWHERE] * len(sources))
     dense: dict[torch.device, list[_Span]] = {}
     gappy: list[int] = []
-    device: torch.device | None = None
-    spans: list[_Span] = []
     for index, source in enumerate(sources):
         size, address = source.nbytes, source.data_ptr()
         if size == 0:
             layout.places[index] = (source.dtype, source.shape, source.stride(), 0)
             continue
         refuse_freed(source, kind=StagingError)
-        if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source, address):
+        spans = dense.setdefault(source.device, [])
+        if (source.is_contiguous() or _is_dense(source)) and _is_plain(source, address):
+            spans.append((address, -size, index))
+        else:
             gappy.append(index)
-            dense.setdefault(source.device, [])
-            continue
-        if source.device != device:
-            device = source.device
-            spans = dense.setdefault(device, [])
-        spans.append((address, -size, index))
     regions: dict[torch.device, list[Region]] = {}
     for device, spans in dense.items():
         moved = by_bytes and device.type == "cpu"
