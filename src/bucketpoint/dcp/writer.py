@@ -310,12 +310,12 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             created=time.time(),
             endpoint=store.identity,
         )
-        times.committed, times.nbytes = time.monotonic(), committed.nbytes
+        times.committed, times.nbytes = time.monotonic(), committed.bytes
         url, lease, seconds = str(session.url), current_lease(), times.committed - times.called
         if lease is None:
             end_save(times, times.stats(), url)
         self.earlier_saves.note_committed(session.token, url)
-        about = (committed.nbytes, committed.step, dict(committed.metrics), seconds)
+        about = (committed.bytes, committed.step, dict(committed.metrics), seconds)
         vars(metadata).update(committed=about)
         if isinstance(metadata, PlannedMetadata):
             metadata.url = url
@@ -323,7 +323,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         # On another thread without a lease, the save is asynchronous, with a stager of another package.
         beside = threading.current_thread() is not threading.main_thread()
         blocked_s = lease.blocked_s if lease is not None else None if beside else seconds
-        megabytes = committed.nbytes / 1e6
+        megabytes = committed.bytes / 1e6
         blocked = "" if blocked_s is None else f", blocked {1000 * blocked_s:.0f} ms"
         speed = f"{megabytes:.1f} MB in {seconds:.2f} s ({megabytes / max(seconds, 1e-6):.0f} MB/s){blocked}"
         items, objects = committed.items, committed.objects

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,21 +67,10 @@ def complete_metadata(
     return dataclasses.replace(stock(metadata), **fields), objects
 
 
-@dataclass(frozen=True)
-class Committed:
-    """Number of items, objects and bytes of a committed checkpoint, and the step and metrics of the save log."""
-
-    items: int
-    objects: int
-    nbytes: int
-    step: int | None
-    metrics: Mapping[str, float]
-
-
 def commit(
     request: Commit, metadata: Metadata, results: RankResults, *, world_size: int, created: float, endpoint: str
-) -> Committed:
-    """Commit a checkpoint atomically.
+) -> CommitRecord:
+    """Commit a checkpoint atomically, and return its record.
 
     Raises:
         IncompleteSaveError: as `complete_metadata`; or the chunks do not cover their tensors.
@@ -113,16 +101,13 @@ def commit(
     sizes = {path: fact["size"] for path, fact in objects.items()}
     if request.fence is not None:
         request.fence.sizes = sizes
-    info, replaced, again = _put(request, data)
-    if replaced is not None:
-        _delete_replaced(request, replaced, kept={*objects, index_path(request.token)})
+    known = {**facts, "writer": __version__}
+    record = make_record(metadata, known, data, sizes, items=items, metadata_etag=None, covers=True)
+    info, again = _put(request, data, kept={*objects, index_path(request.token)})
+    record = dated(dataclasses.replace(record, metadata_etag=info.etag), info.modified)
     if request.name == keys.METADATA:
-        known = {**facts, "writer": __version__}
-        etag = info.etag
-        record = make_record(metadata, known, data, sizes, items=items, metadata_etag=etag, covers=True)
-        # The record comes last, because it removes the intent, by which sweeps find remains of the old checkpoint.
-        _write_record(request, dated(record, info.modified), again=again)
-    return Committed(items, len(objects), sum(sizes.values()), facts.get("step"), facts.get("metrics", {}))
+        _write_record(request, record, again=again)
+    return record
 
 
 def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Collection[str]) -> None:
@@ -131,14 +116,14 @@ def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Co
     Raises:
         CheckpointExistsError, CommitConflictError: as `commit`.
     """
-    info, replaced, again = _put(request, data)
-    if replaced is not None:
-        _delete_replaced(request, replaced, kept=set(paths))
+    info, again = _put(request, data, kept=set(paths))
     _write_record(request, dataclasses.replace(record, metadata_etag=info.etag), again=again)
 
 
-def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, bool]:
-    """Put the metadata and remove the fence. Return the results of `put_commit`, and True if a request was retried.
+def _put(request: Commit, data: bytes, *, kept: set[str]) -> tuple[ObjectInfo, bool]:
+    """Put the metadata, remove the fence, and delete the replaced data except for the paths in `kept`.
+
+    Return the store's description of the metadata, and True if a request was retried.
 
     A request without an answer may still reach the store while its signature is valid. If the checkpoint is deleted
     before, the late request commits the checkpoint again, without its data. So after a retry the fence and the intent
@@ -156,7 +141,9 @@ def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, boo
             logger.warning(
                 "the fence of a committed save was not deleted, and stays until the next deep sweep: %s", error
             )
-    return info, replaced, again
+    if replaced is not None:
+        _delete_replaced(request, replaced, kept)
+    return info, again
 
 
 def _encoded(
@@ -200,6 +187,7 @@ def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:
 
 
 def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None:
+    """Write the record, as the last step: it removes the intent, by which sweeps find remains of the old checkpoint."""
     try:
         if request.log is not None:
             request.log.committed(request.url, record, intent_stays=again)
@@ -215,7 +203,7 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
         )
 
 
-def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
+def _delete_replaced(request: Commit, replaced: Metadata, kept: set[str]) -> None:
     """Delete the data of the overwritten checkpoint. Without permission to delete, the data stays."""
     try:
         index = ref_of(replaced)
