@@ -198,7 +198,7 @@ def test_copies_from_file_to_s3_in_parts_within_the_budget(reached: S3Server, tm
     store = counting(plan)
     done = copy_checkpoint(plan, SMALL)
     assert (store.calls["create_multipart"], store.calls["put_part"]) == (1, 3)
-    assert done.checked_bytes == done.nbytes
+    assert done.checked_bytes == plan.nbytes
     loads(plan.url)
 
 
@@ -229,7 +229,7 @@ def test_sends_the_bytes_through_where_the_service_may_not_copy(reached: S3Serve
     assert plan.inside
     done = copy_checkpoint(plan)
     assert not done.inside
-    assert done.checked_bytes == done.nbytes
+    assert done.checked_bytes == plan.nbytes
     loads(f"s3://{b}/x")
 
 
@@ -354,7 +354,8 @@ def test_continues_a_copy_that_was_killed_where_it_stopped(tmp_path: Path) -> No
     save(source)
     again = killed(source, target)
     store = counting(again)
-    assert copy_checkpoint(again).skipped == 2
+    assert len(again.there) == 2
+    copy_checkpoint(again)
     # One object, the fence that keeps sweeps away from what was there, the metadata and its record.
     assert store.calls["put"] == 4
     loads(target)

@@ -94,9 +94,6 @@ class CopyPlan:
 class Copied:
     """Outcome of a copy. `inside`: the service copied the objects, so no checksum could be compared."""
 
-    objects: int
-    nbytes: int
-    skipped: int
     inside: bool
     checked_bytes: int
 
@@ -205,7 +202,7 @@ def copy_checkpoint(
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
     checked = 0 if inside else sum(check.nbytes for check in checks)
-    return Copied(len(plan.paths), plan.nbytes, len(plan.there), inside and bool(jobs), checked)
+    return Copied(inside and bool(jobs), checked)
 
 
 def files_of_model(source: Location, target: Location, *, overwrite: bool) -> list[CopyJob]:

@@ -185,9 +185,9 @@ def _lines(plan: CopyPlan, done: Copied, check: Verification | None) -> Iterator
     how = "copied by the service itself, sizes compared"
     if not done.inside:
         how = f"copied through this machine, {text.size(done.checked_bytes)} compared with checksums"
-    yield f"copied {text.count(done.objects, 'object')}, {text.size(done.nbytes)}, to {plan.url}: {how}"
-    if done.skipped:
-        yield f"  {text.count(done.skipped, 'object')} of an interrupted copy were at the destination already"
+    yield f"copied {text.count(len(plan.paths), 'object')}, {text.size(plan.nbytes)}, to {plan.url}: {how}"
+    if plan.there:
+        yield f"  {text.count(len(plan.there), 'object')} of an interrupted copy were at the destination already"
     if plan.catalog is not None:
         yield f"  the copy is recorded in the catalog of the run at {plan.catalog.url}"
     if check is not None:
