@@ -43,9 +43,9 @@ VERSION = "1.0.0"
 
 
 def complete_metadata(
-    metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], end: dict[str, Any]
 ) -> tuple[Metadata, dict[str, Any]]:
-    """Return the metadata to commit, with the location of each item, and the table of objects.
+    """Return the metadata to commit, with the location of each item and the fields `end`, and the table of objects.
 
     The result is a copy, because DCP broadcasts the metadata object that it passed in, and no rank needs the locations.
 
@@ -61,10 +61,7 @@ def complete_metadata(
                 objects[result.storage_data.relative_path] = facts
             storage_data[result.index] = result.storage_data
     _check_complete(metadata, storage_data)
-    fields: dict[str, Any] = {"storage_data": storage_data, "storage_meta": storage_meta}
-    if hasattr(metadata, "version"):
-        fields["version"] = VERSION
-    return dataclasses.replace(stock(metadata), **fields), objects
+    return dataclasses.replace(stock(metadata), storage_data=storage_data, **end), objects
 
 
 def commit(
@@ -152,6 +149,7 @@ def _encoded(
     """Return the encoded metadata, the encoded index or None, the number of items, and the table of objects."""
     storage_meta = StorageMeta(checkpoint_id=request.url, save_id=keys.save_id(request.token))
     version = {"version": VERSION} if hasattr(metadata, "version") else {}
+    end = {"storage_meta": storage_meta, **version}
     objects, index = results.objects(), None
     templates = results.templates(indexed=_wants_index(request, results.count, objects))
     if templates is not None and templates.metadata is not None:
@@ -163,20 +161,20 @@ def _encoded(
             index = templates.index.fill(
                 checksums, paths, bucketpoint=bucketpoint, storage_meta=storage_meta, version=tuple(version.values())
             )
-        end = {"storage_meta": storage_meta, **version, **ours}
         ref = None if index is None else make_ref(request.token, index)
-        data = templates.metadata.fill(results.known, end, ref)
+        data = templates.metadata.fill(results.known, {**end, **ours}, ref)
         if data is not None:
             return data, index, results.count, objects
-    whole, objects = complete_metadata(metadata, results.results(), storage_meta=storage_meta)
+    whole, objects = complete_metadata(metadata, results.results(), end)
+    facts = {**facts, "objects": objects}
     items, index = len(whole.storage_data or ()), None
     if _wants_index(request, items, objects):
         from bucketpoint.format.index.encode import encode_index
 
-        (bucketpoint,) = extension({**facts, "objects": objects}).values()
+        (bucketpoint,) = extension(facts).values()
         index = encode_index(whole, bucketpoint=bucketpoint)
     ref = None if index is None else make_ref(request.token, index)
-    data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref)
+    data = encode_metadata(whole, bucketpoint=facts, index=ref)
     return data, index, items, objects
 
 
