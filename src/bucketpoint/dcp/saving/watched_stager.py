@@ -70,11 +70,8 @@ class WatchedStager(AsyncStager):
             if not isinstance(staged, Future):
                 self._handle._copied(staged)
                 return staged
-            if self._alone:
-                staged.add_done_callback(self._staged)
-                return staged
-            # The copy may still fail. A failed save needs a place in the order of saves, which is taken here.
-            place, copied = _turn(), Future[Any]()
+            # The copy may still fail. Beside other ranks, a failed save needs a place in the order of saves.
+            place, copied = None if self._alone else _turn(), Future[Any]()
             staged.add_done_callback(functools.partial(self._pass_on, place, copied))
             return copied
 
@@ -84,19 +81,16 @@ class WatchedStager(AsyncStager):
     def close(self) -> None:
         """Do nothing: the owner of the wrapped stager closes it."""
 
-    def _staged(self, staging: Future[Any]) -> None:
-        error = staging.exception()
-        if error is not None:
-            self._handle.staged.set_exception(error)
-        else:
-            self._handle._copied(staging.result())
-
-    def _pass_on(self, place: Lease, copied: Future[Any], staging: Future[Any]) -> None:
+    def _pass_on(self, place: Lease | None, copied: Future[Any], staging: Future[Any]) -> None:
         error = concurrent.futures.CancelledError() if staging.cancelled() else staging.exception()
         if error is None:
-            place.end()
+            if place is not None:
+                place.end()
             self._handle._copied(staging.result())
             copied.set_result(staging.result())
+        elif place is None:
+            self._handle.staged.set_exception(error)
+            copied.set_exception(error)
         else:
             copied.set_result(self._failed(error, place))
 
