@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.errors import BucketpointError
-from bucketpoint.forks import renew_in_child
+from bucketpoint.forks import process_lock
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import OPTIM
 from bucketpoint.format.index.ref import is_index
@@ -155,11 +154,7 @@ class EarlierSaves:
     """The last saves of this process, on this rank. A manager's writers share them."""
 
     def __init__(self) -> None:
-        self._begin()
-        renew_in_child(self, EarlierSaves._begin)
-
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._kept: dict[str, list[EarlierSave]] = {}
         self._committed: dict[str, tuple[str, str]] = {}
         self._moments: dict[str, dict[str, _Moments]] = {}
