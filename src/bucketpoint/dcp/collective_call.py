@@ -42,9 +42,6 @@ _LOOKS_A_SECOND = 4000
 _MOST_STAGE = 600
 _MOST_BUSY = 64
 
-ALONE: tuple[int, ...] = ()
-"""The ranks of a call that a process makes alone."""
-
 DEADLINE_S = 1800.0
 """Default deadline: as long as a gloo group waits by default (torch's `default_pg_timeout`)."""
 
@@ -66,7 +63,7 @@ def collective_call(
         BucketpointError: the error of another rank that failed, or an error that names the missing ranks.
     """
     deadline_s = checked_seconds("deadline_s", deadline_s)
-    ranks = ALONE
+    ranks: tuple[int, ...] = ()
     if not alone:
         process_groups.refuse_a_rank_alone(what, url)
         ranks = process_groups.ranks_of(parent)
@@ -114,8 +111,9 @@ class CollectiveCall:
         self.cut = RequestCanceller(self.ends)
         self.mesh: meshes.Mesh | None = None
         self.group: Any = None
+        # `ranks` is empty for a call that a process makes alone.
         self._parent, self._ranks = parent, ranks
-        self._rank = process_groups.this_rank() if ranks != ALONE else 0
+        self._rank = process_groups.this_rank() if ranks else 0
         self._stage = "had not begun"
         self._stopped: Kind | None = None
         self._stage_then = WAITS
@@ -162,7 +160,7 @@ class CollectiveCall:
         Background saves use the same mesh, so the call must not use or close the mesh before they have ended.
         """
         self._timer.start()
-        if self._ranks != ALONE:
+        if self._ranks:
             with self.doing("was waiting for a save in the background"):
                 take_turn(self._what, lambda: self._stopped is not None)
         if len(self._ranks) <= 1:
