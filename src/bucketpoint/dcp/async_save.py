@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import error_boundary, process_groups
 from bucketpoint.dcp.error_boundary import as_ours
-from bucketpoint.dcp.planning.global_plan import PlanCache
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.saving.watched_stager import WatchedStager
 from bucketpoint.dcp.session import check_types
@@ -314,7 +313,8 @@ def async_save(
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     handle._parent_group, handle.begun_s = process_group, begun_s
     handle._stager = stager._own_stager() if isinstance(stager, BucketWriter) else stager
-    plans = writer.plans if isinstance(writer, BucketWriter) else PlanCache()
+    if planner is None:
+        planner = SavePlanner.with_plans(writer.plans) if isinstance(writer, BucketWriter) else SavePlanner()
     group = None
     if not no_dist and process_groups.is_initialized():
         from bucketpoint.dcp import meshes
@@ -324,6 +324,7 @@ def async_save(
     if async_checkpointer_type is AsyncCheckpointerType.THREAD:
         handle._group = group
     together = dist.get_world_size(group) if group is not None else 1
+    alone = together == 1 or not use_collectives
     ranks = (
         SavingRanks(None, 1, alone=True, rank=process_groups.this_rank())
         if no_dist
@@ -332,16 +333,15 @@ def async_save(
     if group is None:
         # Not only for this call: DCP warns on the thread of the upload.
         error_boundary.expect_one_process()
-    if group is None or not use_collectives or dist.get_rank(group) == 0:
+    if alone or dist.get_rank(group) == 0:
         handle._on_commit = on_commit
-    alone = group is None or not use_collectives or dist.get_world_size(group) == 1
     watched = WatchedStager(stager, handle, alone, ranks)
     try:
         begun = dcp.async_save(
             watched.state_of(state_dict),
             checkpoint_id=checkpoint_id,
             storage_writer=writer,
-            planner=planner if planner is not None else SavePlanner.with_plans(plans),
+            planner=planner,
             process_group=group,
             async_checkpointer_type=async_checkpointer_type,
             async_stager=watched,
