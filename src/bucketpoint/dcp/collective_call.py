@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import meshes, process_groups
 from bucketpoint.dcp.error_boundary import as_failure, as_ours, decoded, expect_one_process, interrupt_in
-from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, poll
+from bucketpoint.dcp.meeting import CallRefused, Failure, Kind, Meeting, named, poll
 from bucketpoint.dcp.session import checked_seconds
-from bucketpoint.errors import BucketpointError, first_of
+from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import Event, Monitor
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import retry
@@ -249,11 +249,10 @@ class CollectiveCall:
         reasons = [f"rank {rank} {parts[rank][0]}" for rank in busy[:16]]
         remedies = [remedy for _, _, remedy in parts.values() if remedy]
         if gone:
-            plural = len(gone) > 1
             # Without a group the call has not begun on all ranks.
             never = "lost its connection, or never made this call, which all ranks must make"
             missing = (
-                f"rank{'s' * plural} {first_of(gone, 16)} {'do' if plural else 'does'} not answer "
+                f"{named(gone)} {'do' if len(gone) > 1 else 'does'} not answer "
                 f"(died, stopped, {never if self.group is None else 'or lost its connection'})"
             )
             if self._received is not None and self._received.kind == "lost":
@@ -361,7 +360,7 @@ class CollectiveCall:
             former.drop()
             if (refused := process_groups.too_few_descriptors(self._ranks)) is not None:
                 raise refused
-        return meshes.Mesh.make(self._parent, meeting, left, left)
+        return meshes.Mesh.make(self._parent, meeting, left)
 
     def _refuse(self, error: Exception) -> None:
         """End a call that could not begin, and record this rank's failure for the other ranks."""

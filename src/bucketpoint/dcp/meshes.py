@@ -64,16 +64,16 @@ class Mesh:
     ended: Meeting | None = None
 
     @classmethod
-    def make(cls, parent: Any, meeting: Meeting, within: timedelta, lasting: timedelta | None = None) -> Mesh:
+    def make(cls, parent: Any, meeting: Meeting, within: timedelta) -> Mesh:
         """Connect the ranks of `parent`, and keep the mesh for their next calls. A collective call.
 
         Args:
             meeting: a meeting that all ranks of `parent` have joined.
-            within: limit on the time to make the connections.
-            lasting: limit on the waits in collectives, if it is above the timeout of `parent`.
+            within: limit on the time to make the connections, and on the waits in collectives, if it is above the
+                timeout of `parent`.
         """
         mesh = cls.connect(meeting, within)
-        mesh.wait_for(max(process_groups.timeout_of(parent), lasting or timedelta(0)), at_most=True)
+        mesh.wait_for(process_groups.timeout_of(parent))
         _by_ranks[meeting.ranks] = _beside[_or_world(parent)] = mesh
         return mesh
 
