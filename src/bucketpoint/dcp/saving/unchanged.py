@@ -143,11 +143,10 @@ def copy_object(copy: ObjectCopy, last: EarlierSave, url: str, open_url: OpenUrl
         if source.identity != store.identity:
             return None
         found = replace(copy.source, key=keys.join(source_prefix, copy.source_path))
-        done = copy_whole(store, found, keys.join(prefix, copy.path))
+        return copy_whole(store, found, keys.join(prefix, copy.path))
     except BucketpointError as error:
         logger.info("an unchanged object of the last save was not copied, so its bytes are sent: %s", error)
         return None
-    return replace(done, key=copy.path)
 
 
 def _in_run(url: str, open_url: OpenUrl) -> tuple[Store, str]:
