@@ -27,9 +27,6 @@ _REPORT = struct.Struct("<4f2Q2I")
 _REPORTED = ("staging_s", "queued_s", "planning_s", "upload_s", "sent_bytes", "copied_bytes", "retried", "throttled")
 """The figures that each rank sends to the coordinator, in 40 bytes."""
 
-_MOST = 0xFFFFFFFF
-"""The largest count that is sent."""
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -185,8 +182,7 @@ class SaveTimes:
     def report(self) -> bytes:
         """Return the figures `_REPORTED`, which the rank sends to the coordinator with its results."""
         figures = self.stats()
-        *values, retried, throttled = (getattr(figures, name) for name in _REPORTED)
-        return _REPORT.pack(*values, min(retried, _MOST), min(throttled, _MOST))
+        return _REPORT.pack(*(getattr(figures, name) for name in _REPORTED))
 
     def stats(
         self,
