@@ -216,9 +216,9 @@ class SaveHandle(Future[Metadata]):
         self._stager = None
         try:
             if lease is not None and isinstance(times := lease.times, SaveTimes):
-                self._stats = times.stats(
-                    begun=self.begun_s,
-                    ended=ended,
+                self._stats = replace(
+                    times.stats(ended),
+                    total_s=ended - self.begun_s,
                     blocked_s=self._blocked_s,
                     staged_bytes=lease.nbytes,
                     memory_bytes=held.staged_bytes if isinstance(held, Stager) else 0,

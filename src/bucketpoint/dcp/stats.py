@@ -184,21 +184,13 @@ class SaveTimes:
         figures = self.stats()
         return _REPORT.pack(*(getattr(figures, name) for name in _REPORTED))
 
-    def stats(
-        self,
-        *,
-        begun: float | None = None,
-        ended: float | None = None,
-        blocked_s: float | None = None,
-        staged_bytes: int = 0,
-        memory_bytes: int = 0,
-    ) -> SaveStats:
-        """Return the figures until now: by default from `self.begun` to the last recorded end, all as `blocked_s`."""
+    def stats(self, ended: float = 0.0) -> SaveStats:
+        """Return the figures of a blocking save until `ended`, by default until the last recorded end."""
         ended = ended or self.committed or self.uploaded
-        total_s = _between(begun or self.begun, ended)
+        total_s = _between(self.begun, ended)
         return SaveStats(
             rank=self.rank,
-            blocked_s=total_s if blocked_s is None else blocked_s,
+            blocked_s=total_s,
             staging_s=self.staging_s,
             queued_s=_between(self.begun, self.turn),
             planning_s=_between(self.turn, self.planned),
@@ -206,8 +198,8 @@ class SaveTimes:
             waiting_s=_between(self.uploaded, self.committing or ended),
             commit_s=_between(self.committing, self.committed),
             total_s=total_s,
-            staged_bytes=staged_bytes,
-            memory_bytes=memory_bytes,
+            staged_bytes=0,
+            memory_bytes=0,
             sent_bytes=self.sent_bytes,
             copied_bytes=self.copied_bytes,
             requests=requests_of(self.counts),
