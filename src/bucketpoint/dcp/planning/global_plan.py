@@ -101,10 +101,10 @@ class PlanCache:
         return _cache_of, (self.identity,)
 
 
-def with_last(plans: Mapping[_Key, _Plan], key: _Key, plan: _Plan) -> dict[_Key, _Plan]:
-    """Return the newest `KEPT_PLANS` plans, the last of which is this one."""
+def with_last(plans: Mapping[_Key, _Plan], key: _Key, plan: _Plan, most: int = KEPT_PLANS) -> dict[_Key, _Plan]:
+    """Return the newest `most` plans, or other values, the last of which is this one."""
     others = [each for each in plans.items() if each[0] != key]
-    return dict([*others, (key, plan)][-KEPT_PLANS:])
+    return dict([*others, (key, plan)][-most:])
 
 
 _caches: dict[str, PlanCache] = {}

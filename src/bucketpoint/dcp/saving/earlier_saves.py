@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.dcp.planning.global_plan import with_last
 from bucketpoint.dcp.planning.results import RankResults
 from bucketpoint.errors import BucketpointError
 from bucketpoint.forks import process_lock
@@ -168,21 +169,15 @@ class EarlierSaves:
             return
         run, save = run_of(url), EarlierSave(said.save, url, written.items, written.objects)
         with self._lock:
-            kept = self._kept.pop(run, [])
-            known = any(each.id == save.id for each in kept)
-            self._kept[run] = kept if known else [*kept, save][-KEPT_SAVES:]
-            for old in list(self._kept)[:-KEPT_RUNS]:
-                del self._kept[old]
+            kept = self._kept.get(run, [])
+            if all(each.id != save.id for each in kept):
+                kept = [*kept, save][-KEPT_SAVES:]
+            self._kept = with_last(self._kept, run, kept, KEPT_RUNS)
 
     def note_committed(self, save: str, url: str) -> None:
         """Record on the coordinator that a save was committed."""
-        run = run_of(url)
         with self._lock:
-            self._committed.pop(run, None)
-            self._committed[run] = save, url
-            for old in list(self._committed)[:-KEPT_RUNS]:
-                del self._committed[old]
-                self._moments.pop(old, None)
+            self._committed = with_last(self._committed, run_of(url), (save, url), KEPT_RUNS)
 
     def watch_moments(self, url: str, results: RankResults) -> None:
         """Compare the moments in a committed save with the last save of the run, on the coordinator.
@@ -190,7 +185,8 @@ class EarlierSaves:
         Warns if they do not change, once until they change again.
         """
         with self._lock:
-            groups = self._moments.setdefault(run_of(url), {})
+            groups = self._moments.get(run_of(url), {})
+            self._moments = with_last(self._moments, run_of(url), groups, KEPT_RUNS)
         for group, digest in _checksum_digests(results).items():
             last = groups.setdefault(group, _Moments(digest, url))
             if digest != last.digest:
