@@ -10,7 +10,7 @@ PYTHON ?=#                       the Python of the environments; default: a fitt
 TORCH ?=#                        an exact torch version, in an environment of its own; default: the newest, in .venv
 MATRIX ?= 2.9.1 2.11.0 2.13.0
 PYTHONS ?=#                      versions for test-python, each of which must be here; default: those of four that are
-WORKERS ?= 3#                    processes that share the suite and often wait; each has servers of its own
+WORKERS ?= 4#                    processes that share the suite and often wait; each has servers of its own
 ARGS ?=#                         further arguments for pytest, the demo, the benchmark or the simulation
 
 # Torch from the default index brings the CUDA libraries on Linux; TORCH_BACKEND=cpu takes the small build from PyTorch's.

@@ -5,10 +5,12 @@ The copies that a layout plans are ordered after the caller's streams, and made 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,7 +19,6 @@ import torch
 from bucketpoint.errors import StagingError
 from bucketpoint.format.tensor_bytes import contiguous_strides, refuse_freed
 from bucketpoint.staging.pool import ALIGNMENT, Arena, Place
-from bucketpoint.transfer.tasks import TaskGroup
 
 Copy: TypeAlias = tuple[torch.Tensor, int]
 """Tensor to read, and index of the place to copy it to, which has the same shape."""
@@ -248,14 +249,19 @@ def move(regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> N
     """
     threads = torch.get_num_threads()
     pieces = deque(_pieces(regions, base, threads))
-    # The group waits even if interrupted: memory that a thread still writes to must not be given to another save.
-    with TaskGroup(threads, name="bucketpoint-copy") as helpers:
+    begun: list[Future[None]] = []
+    # The pool waits for its threads: memory that one of them still writes to must not be given to another save.
+    with ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy") as helpers:
         try:
-            for _ in range(min(threads, len(pieces)) - 1):
-                helpers.start(lambda: _move(pieces, iter(())))
+            # If the system allows no more threads, fewer threads do the work.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(min(threads, len(pieces)) - 1):
+                    begun.append(helpers.submit(_move, pieces, iter(())))
             _move(pieces, meanwhile)
         finally:
             pieces.clear()
+    for helper in begun:
+        helper.result()
 
 
 _Piece: TypeAlias = tuple[int, int, int]
