@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -87,6 +88,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get(OBTAIN):
         items[:] = servers_later(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     mark_broad(items)
+
+
+def pytest_collection_finish() -> None:
+    # torch and the tests are a million objects that stay: each full collection would look through them again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -94,6 +95,8 @@ class Ranks:
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    # What was imported before the fork stays, and is not looked through at each collection.
+    gc.freeze()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch

@@ -6,6 +6,7 @@ Ranks are forked from a server process that has imported torch and has no thread
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -151,6 +152,8 @@ def _serve(
     before: Callable[[], None] | None,
     pipe: Connection,
 ) -> None:
+    # What was imported before the fork stays, and is not looked through at each collection.
+    gc.freeze()
     os.setpgid(0, 0)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
