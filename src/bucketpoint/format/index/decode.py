@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import zlib
@@ -249,10 +248,6 @@ class Index:
                 hint: int | None = self._hints[self.first[number] + chunk]
                 offset = None if self.kinds[number] == 0 else self.box(number, chunk)[0]
                 yield MetadataIndex(name, offset, None if hint == -1 else hint)
-
-    @cached_property
-    def digest(self) -> bytes:
-        return hashlib.sha256(self._data).digest()
 
 
 class Column:

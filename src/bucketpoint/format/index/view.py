@@ -101,8 +101,6 @@ class _View(Mapping[Any, Any]):
         return type(self), (self.index,)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, type(self)) and other.index.digest == self.index.digest:
-            return True
         return dict(self.items()) == (dict(other.items()) if isinstance(other, Mapping) else other)
 
     __hash__ = None  # type: ignore[assignment]
