@@ -1,9 +1,8 @@
 """Reader of the target's bytes just before they are sent: of one payload, or of a whole tensor from its chunks.
 
-The bytes are also compared with the source's checksums. Buffers are leased within a budget. A range of a tensor's bytes
-is divided into boxes, along the tensor's chunks. The bytes of an element are the innermost dimension, so that a range
-may begin within an element. Each box is one contiguous range of the tensor, and its overlap with a chunk is one
-contiguous range of the chunk.
+The bytes are also compared with the source's checksums. Buffers are leased within a budget. The bytes that a chunk has
+of a range of a tensor are one range of the chunk, which is divided into boxes where its place in the tensor is not
+contiguous. The bytes of an element are the innermost dimension, so that a range may begin within an element.
 """
 
 from __future__ import annotations
@@ -22,70 +21,54 @@ from bucketpoint.checkpoint.open import REMEDY
 from bucketpoint.convert.source import Decoded, Held, Payload, Source, SourceBytes, Stretch, exclude_option
 from bucketpoint.errors import CorruptDataError, MismatchError
 from bucketpoint.format.metadata.coverage import uncovered
-from bucketpoint.format.tensor_bytes import copy_stretch
+from bucketpoint.format.tensor_bytes import Box, contiguous_strides, copy_stretch
 from bucketpoint.transfer import BufferPool, Segment
 from bucketpoint.transfer.checksum import CrcAccumulator
 
 
-@dataclass(frozen=True)
-class Box:
-    """A box: offset and size in each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.sizes)
-
-    def within(self, other: Box) -> Box:
-        """Return the same box with offsets relative to `other`, a box that contains it."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
-
-
-def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the bytes `[start, stop)` of a tensor in C order, as boxes. `shape` ends with the bytes of an element."""
+def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, ...]]:
+    """Divide the bytes `[start, stop)` of a chunk in C order into boxes, and yield the sizes of each, in order."""
     if start >= stop:
         return
     if len(shape) == 1:
-        yield Box((start,), (stop - start,))
+        yield (stop - start,)
         return
     row = prod(shape[1:])
     low, high = -(-start // row), stop // row
     if low > high:
-        yield from _in_row(shape, high, start - high * row, stop - high * row)
+        yield from _in_row(shape, start - high * row, stop - high * row)
         return
     if start < low * row:
-        yield from _in_row(shape, low - 1, start - (low - 1) * row, row)
+        yield from _in_row(shape, start - (low - 1) * row, row)
     if low < high:
-        yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+        yield (high - low, *shape[1:])
     if stop > high * row:
-        yield from _in_row(shape, high, 0, stop - high * row)
+        yield from _in_row(shape, 0, stop - high * row)
 
 
-def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterator[Box]:
-    for box in cut(shape[1:], start, stop):
-        yield Box((number, *box.offsets), (1, *box.sizes))
+def _in_row(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, ...]]:
+    for sizes in cut(shape[1:], start, stop):
+        yield (1, *sizes)
 
 
-def shared(box: Box, other: Box) -> Box | None:
-    """Return the overlap of two boxes, or None."""
-    offsets, sizes = [], []
-    for low, size, other_low, other_size in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True):
-        start, stop = max(low, other_low), min(low + size, other_low + other_size)
-        if start >= stop:
-            return None
-        offsets.append(start)
-        sizes.append(stop - start)
-    return Box(tuple(offsets), tuple(sizes))
+def _bytes_before(strides: Sequence[int], chunk: Box, at: int) -> int:
+    """Return the number of bytes of a chunk before byte `at` of its tensor, in C order."""
+    before = 0
+    for stride, offset, size, step in zip(strides, *chunk, contiguous_strides(chunk[1]), strict=True):
+        index, at = divmod(at, stride)
+        before += min(max(index - offset, 0), size) * step
+        if not offset <= index < offset + size:
+            break
+    return before
 
 
-def stretch_start(shape: Sequence[int], box: Box) -> int:
-    """Return the offset of a box's first byte in a tensor or chunk of this shape, in C order."""
-    start = 0
-    for size, offset in zip(shape, box.offsets, strict=True):
-        start = start * size + offset
-    return start
+def _position(strides: Sequence[int], chunk: Box, number: int) -> int:
+    """Return the offset in the tensor of byte `number` of a chunk, in C order."""
+    position = 0
+    for stride, offset, step in zip(strides, chunk[0], contiguous_strides(chunk[1]), strict=True):
+        index, number = divmod(number, step)
+        position += (offset + index) * stride
+    return position
 
 
 class Filling:
@@ -115,10 +98,8 @@ class Filling:
         """Return a whole tensor in C order as a segment. The last dimension of a chunk's box is an element's bytes."""
         if len(chunks) == 1:
             return self.segment(chunks[0][1])
-        counted, ordered = (*shape, itemsize), sorted(chunks, key=lambda chunk: chunk[0].offsets)
-        if all(tuple(box.sizes[1:]) == counted[1:] for box, _ in ordered):
-            return Segment(prod(counted), fill=lambda start, out: self._chain(ordered, start, out))
-        return Segment(prod(counted), fill=lambda start, out: self._gather(counted, ordered, start, out))
+        strides = contiguous_strides((*shape, itemsize))
+        return Segment(prod(shape) * itemsize, fill=lambda start, out: self._gather(strides, chunks, start, out))
 
     def fill(self, payload: Payload, start: int, out: memoryview) -> None:
         """Read the bytes `[start, start + len(out))` of a payload into `out`."""
@@ -130,42 +111,30 @@ class Filling:
         else:
             out[:] = payload.data[start : start + len(out)]
 
-    def _chain(self, chunks: Sequence[tuple[Box, Payload]], start: int, out: memoryview) -> None:
-        """Fill `out` from chunks of whole rows, whose bytes follow each other."""
-        for place, payload in chunks:
-            first = place.offsets[0] * prod(place.sizes[1:])
-            low, high = max(first, start), min(first + payload.nbytes, start + len(out))
-            if low < high:
-                self.fill(payload, low - first, out[low - start : high - start])
-
-    def _gather(self, shape: Sequence[int], chunks: Sequence[tuple[Box, Payload]], start: int, out: memoryview) -> None:
-        done = 0
-        for box in cut(shape, start, start + len(out)):
-            view = out[done : done + box.nbytes]
-            done += box.nbytes
-            low, high = box.offsets[0], box.offsets[0] + box.sizes[0]
-            for place, payload in chunks:
-                if place.offsets[0] >= high:
-                    break
-                if place.offsets[0] + place.sizes[0] > low:
-                    common = shared(box, place)
-                    if common is not None:
-                        self._put(box, view, place, payload, common)
-
-    def _put(self, box: Box, view: memoryview, place: Box, payload: Payload, common: Box) -> None:
-        """Read the overlap `common` of a box and a chunk, and copy it to its place in `view`, the bytes of the box."""
-        start = stretch_start(place.sizes, common.within(place))
-        target = torch.frombuffer(view, dtype=torch.uint8).view(box.sizes)
-        inside = common.within(box)
-        for axis, (offset, size) in enumerate(zip(inside.offsets, inside.sizes, strict=True)):
-            target = target.narrow(axis, offset, size)
-        if target.is_contiguous():
-            at = stretch_start(box.sizes, inside)
-            self.fill(payload, start, view[at : at + common.nbytes])
-            return
-        with self.pool.lease(common.nbytes) as lease:
-            self.fill(payload, start, lease)
-            target.copy_(torch.frombuffer(lease, dtype=torch.uint8).view(common.sizes))
+    def _gather(
+        self, strides: Sequence[int], chunks: Sequence[tuple[Box, Payload]], start: int, out: memoryview
+    ) -> None:
+        """Fill `out` with a tensor's bytes from `start` on. The needed bytes of each chunk are one range of it."""
+        stop, target = start + len(out), torch.frombuffer(out, dtype=torch.uint8)
+        for chunk, payload in chunks:
+            low, rows = chunk[0][0], chunk[1][0]
+            if not payload.nbytes or low * strides[0] >= stop or (low + rows) * strides[0] <= start:
+                continue
+            first, last = (_bytes_before(strides, chunk, at) for at in (start, stop))
+            if first == last:
+                continue
+            begin, end = (_position(strides, chunk, number) - start for number in (first, last - 1))
+            if end - begin == last - 1 - first:
+                self.fill(payload, first, out[begin : end + 1])
+                continue
+            with self.pool.lease(last - first) as lease:
+                self.fill(payload, first, lease)
+                done = 0
+                for sizes in cut(chunk[1], first, last):
+                    part = torch.frombuffer(lease, dtype=torch.uint8, offset=done, count=prod(sizes)).view(sizes)
+                    place = _position(strides, chunk, first + done) - start
+                    target.as_strided(sizes, strides, place).copy_(part)
+                    done += part.numel()
 
     def _tensor(self, payload: Decoded) -> torch.Tensor:
         # Only one decoded tensor for all threads, because each may be as large as the largest of the checkpoint.
@@ -240,7 +209,7 @@ def _whole(source: Source, fqn: str, entry: TensorStorageMetadata, fault: str | 
                 key=fqn,
                 remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint, which keeps it",
             )
-        chunks.append((Box((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
+        chunks.append((((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
     if not chunks or fault is not None:
         raise MismatchError(
             f"The tensor {fault or 'has no chunk'}, so it can be converted only to bucketpoint",
