@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bucketpoint import BucketWriter
 from bucketpoint.convert import plan_conversion, run_conversion
-from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.payload_reader import Filling, WholeTensor
 from bucketpoint.convert.source import Stretch
 from bucketpoint.format.tensor_bytes import Box
 from bucketpoint.transfer import TransferOptions
@@ -83,7 +83,8 @@ def test_fills_any_stretch_of_a_tensor_from_its_chunks_with_few_reads(
         part = whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))]
         content.append(bytes(part.flatten().tolist()))
     chunks = [(box, Stretch(f"{number}", 0, prod(box[1]))) for number, box in enumerate(boxes)]
-    segment = Filling(cast(Any, Source()), 1 << 20).whole(shape[:-1], shape[-1], chunks)
+    dtype = {1: torch.uint8, 4: torch.int32}[shape[-1]]
+    segment = Filling(cast(Any, Source()), 1 << 20).whole(WholeTensor("w", dtype, shape[:-1], tuple(chunks)))
     assert segment.fill is not None
     start = data.draw(st.integers(0, whole.numel() - 1))
     found = bytearray(data.draw(st.integers(1, whole.numel() - start)))

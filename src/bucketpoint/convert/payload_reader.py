@@ -7,7 +7,6 @@ contiguous. The bytes of an element are the innermost dimension, so that a range
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,12 +93,13 @@ class Filling:
             return Segment(payload.nbytes, memoryview(payload.data))
         return Segment(payload.nbytes, fill=lambda start, out: self.fill(payload, start, out))
 
-    def whole(self, shape: Sequence[int], itemsize: int, chunks: Sequence[tuple[Box, Payload]]) -> Segment:
-        """Return a whole tensor in C order as a segment. The last dimension of a chunk's box is an element's bytes."""
+    def whole(self, tensor: WholeTensor) -> Segment:
+        """Return a whole tensor in C order as a segment."""
+        chunks = tensor.chunks
         if len(chunks) == 1:
             return self.segment(chunks[0][1])
-        strides = contiguous_strides((*shape, itemsize))
-        return Segment(prod(shape) * itemsize, fill=lambda start, out: self._gather(strides, chunks, start, out))
+        strides = contiguous_strides((*tensor.shape, tensor.dtype.itemsize))
+        return Segment(tensor.nbytes, fill=lambda start, out: self._gather(strides, chunks, start, out))
 
     def fill(self, payload: Payload, start: int, out: memoryview) -> None:
         """Read the bytes `[start, start + len(out))` of a payload into `out`."""
@@ -176,11 +176,7 @@ class WholeTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def segment(self, filling: Filling) -> Segment:
-        """Return the whole tensor as a segment of an object to be written."""
-        return filling.whole(self.shape, self.dtype.itemsize, self.chunks)
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def whole_tensors(source: Source, without: Collection[str] = ()) -> list[WholeTensor]:

@@ -146,7 +146,7 @@ class _ArchivePickler(pickle.Pickler):
 
     def reducer_override(self, value: Any, /) -> Any:
         if isinstance(value, WholeTensor):
-            return self._reduced(value.dtype, value.shape, value.segment(self._filling))
+            return self._reduced(value.dtype, value.shape, self._filling.whole(value))
         if isinstance(value, torch.Tensor):
             # A tensor in a tuple or an object, which DCP saves as one item.
             return self._reduced(value.dtype, tuple(value.shape), _bytes_of(value))
@@ -271,7 +271,7 @@ def _file(name: str, shard: Sequence[WholeTensor], filling: Filling, noted: Mapp
     for tensor in ordered:
         entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, position))
         position += tensor.nbytes
-    parts = [held(encode_header(entries, noted)), *(tensor.segment(filling) for tensor in ordered)]
+    parts = [held(encode_header(entries, noted)), *map(filling.whole, ordered)]
     return with_checksums(ObjectSource(name, parts))
 
 
