@@ -63,7 +63,7 @@ def decode_item(
         return cast(torch.Tensor, torch.load(io.BytesIO(view), map_location="cpu", weights_only=False))
     try:
         item = read_item(bytes(view))
-        tensor = settled(item.values[0]) if item.deferred else item.values[0]
+        tensor = settled(item.values[0])
     except RefusedError as error:
         raise UnsafeDataError(f"The item is not a plain tensor: it contains {error}", key=key) from None
     except UnreadableError as error:

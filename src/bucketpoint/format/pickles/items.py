@@ -58,13 +58,11 @@ class Item:
         values: the value of each pickle in the item; a file of torch.save has one.
         saved: True for a file of torch.save, False for bare pickles.
         locations: name of the device of each storage in `values`, by the storage's `_cdata`.
-        deferred: True if `values` contain a `Deferred` call.
     """
 
     values: list[Any]
     saved: bool
     locations: dict[int, str]
-    deferred: bool
 
 
 def read_item(data: bytes) -> Item:
@@ -182,12 +180,12 @@ def _read_zip(data: bytes) -> Item:
         raise ObjectionError("a big-endian archive")
     storages = _Storages(data, {name[5:]: place for name, place in places.items() if name.startswith("data/")})
     machine = interpreter(data[slice(*places["data.pkl"])], paid=len(data), storage=storages)
-    return Item([machine.run()], True, storages.locations, machine.deferred)
+    return Item([machine.run()], True, storages.locations)
 
 
 def _read_stream(data: bytes) -> Item:
     values: list[Any] = []
-    position, deferred = 0, False
+    position = 0
     while position < len(data) or not values:
         machine = interpreter(data, paid=len(data) - position, position=position)
         try:
@@ -196,14 +194,14 @@ def _read_stream(data: bytes) -> Item:
             if values or machine.named:
                 raise ObjectionError(f"a malformed pickle: {error}") from None
             raise
-        position, deferred = machine.position, deferred or machine.deferred
+        position = machine.position
         if len(values) == _MAX_PICKLES:
             raise ObjectionError(f"more than {_MAX_PICKLES} pickles in one item")
         # Compare the type first: `==` of an array or tensor compares its elements, and the result has no truth value.
         if not values and type(value) is int and value == _MAGIC_BEFORE_TORCH_1_6:
             raise ObjectionError("a file of torch.save before torch 1.6: save it again with torch 1.6 or later")
         values.append(value)
-    return Item(values, False, {}, deferred)
+    return Item(values, False, {})
 
 
 # Zip archives

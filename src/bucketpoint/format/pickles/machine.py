@@ -63,7 +63,6 @@ class Machine:
 
     Attributes:
         named: True once the pickle has used any name.
-        deferred: True once a call was deferred, see `Deferred`.
         position: first byte after the pickle, once `run` has returned.
     """
 
@@ -78,7 +77,7 @@ class Machine:
         persistent: Callable[[Any], Any] | None = None,
     ) -> None:
         self.data, self.vocabulary, self.position = data, vocabulary, position
-        self.named = self.deferred = False
+        self.named = False
         self._persistent = persistent
         nbytes = len(data) if paid is None else paid
         self._left = _FREE + _MULTIPLE * nbytes
@@ -174,11 +173,6 @@ class Machine:
             return ()
         raise ObjectionError(f"a {kind.__name__} as a dictionary key")
 
-    def defer(self, function: Any, arguments: tuple[Any, ...], *, new: bool = False) -> Deferred:
-        """Return the call as a `Deferred`, and record that the pickle has one."""
-        self.deferred = True
-        return Deferred(function, arguments, new=new)
-
     # -- opcodes ------------------------------------------------------------------------------------------------------
 
     def take(self, size: int) -> bytes:
@@ -259,7 +253,7 @@ class Machine:
         if maker is not None:
             return self._attempt(maker, *arguments)
         if type(function) is Registered and (new or function.called):
-            return self.defer(function.value, arguments, new=new)
+            return Deferred(function.value, arguments, new=new)
         raise ObjectionError(f"a call of {name_of(function)}")
 
     def change(self, target: Any, state: Any) -> Any:

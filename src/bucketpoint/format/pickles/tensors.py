@@ -122,9 +122,7 @@ def _from_type(machine: Machine, function: Any, kind: Any, given: Any, state: An
     if isinstance(tensor, Deferred):
         if type(kind) is not Registered or kind.value is not tensor.arguments[0]:
             raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
-        return machine.defer(
-            torch._tensor._rebuild_from_type_v2, (tensor.function, kind.value, tensor.arguments, state)
-        )
+        return Deferred(torch._tensor._rebuild_from_type_v2, (tensor.function, kind.value, tensor.arguments, state))
     if type(tensor) is not kind:
         if kind is not torch.nn.Parameter and kind is not torch.Tensor:
             raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
@@ -138,7 +136,7 @@ def _wrapper(machine: Machine, kind: Any, dtype: Any, shape: Any, strides: Any, 
     _dtype(dtype), _numbers(shape), _numbers(strides), _numbers((offset,)), _flag(requires_grad)
     if type(kind) is not Registered or type(layout) is not torch.layout or type(device) is not torch.device:
         raise unfit("a tensor subclass")
-    return machine.defer(torch._utils._rebuild_wrapper_subclass, (kind.value, dtype, shape, strides, *rest))
+    return Deferred(torch._utils._rebuild_wrapper_subclass, (kind.value, dtype, shape, strides, *rest))
 
 
 @VALUES.function("torch._utils._rebuild_qtensor")
@@ -256,7 +254,7 @@ def _on_device(machine: Machine, data: Any, dtype: Any, device: Any, requires_gr
     machine.pay(data.numel() * data.element_size())
     if dtype.itemsize > data.dtype.itemsize:
         raise unfit("a tensor on a device")
-    return machine.defer(_to_device, (data, dtype, device, _flag(requires_grad)))
+    return Deferred(_to_device, (data, dtype, device, _flag(requires_grad)))
 
 
 def _to_device(data: torch.Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Deferred:
         change: the instance's state, in a tuple; None without a state.
     """
 
-    def __init__(self, function: Any, arguments: tuple[Any, ...], *, new: bool) -> None:
+    def __init__(self, function: Any, arguments: tuple[Any, ...], *, new: bool = False) -> None:
         self.function, self.arguments, self.new = function, arguments, new
         self.change: tuple[Any] | None = None
         self.items: list[Any] = []
