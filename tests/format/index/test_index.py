@@ -226,7 +226,7 @@ def test_says_in_an_index_and_in_one_of_what_ranks_report_what_the_metadata_says
     told = {
         "bucketpoint": extension(facts)["bucketpoint"],
         "storage_meta": metadata.storage_meta,
-        "version": (metadata.version,) if "version" in vars(metadata) else (),
+        "version": metadata.version,
     }
     made = template.fill(checksums, paths, **told)
     assert made is not None

@@ -148,8 +148,7 @@ def _encoded(
 ) -> tuple[bytes, bytes | None, int, dict[str, Any]]:
     """Return the encoded metadata, the encoded index or None, the number of items, and the table of objects."""
     storage_meta = StorageMeta(checkpoint_id=request.url, save_id=keys.save_id(request.token))
-    version = {"version": VERSION} if hasattr(metadata, "version") else {}
-    end = {"storage_meta": storage_meta, **version}
+    end = {"storage_meta": storage_meta, "version": VERSION}
     objects, index = results.objects(), None
     templates = results.templates(indexed=_wants_index(request, results.count, objects))
     if templates is not None and templates.metadata is not None:
@@ -159,7 +158,7 @@ def _encoded(
             paths = [path for columns in results.known for path, _, _ in columns.objects]
             (bucketpoint,) = ours.values()
             index = templates.index.fill(
-                checksums, paths, bucketpoint=bucketpoint, storage_meta=storage_meta, version=tuple(version.values())
+                checksums, paths, bucketpoint=bucketpoint, storage_meta=storage_meta, version=VERSION
             )
         ref = None if index is None else make_ref(request.token, index)
         data = templates.metadata.fill(results.known, {**end, **ours}, ref)

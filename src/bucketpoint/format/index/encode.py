@@ -76,7 +76,7 @@ class IndexTemplate:
         *,
         bucketpoint: dict[str, Any],
         storage_meta: StorageMeta | None,
-        version: tuple[str | None, ...],
+        version: str | None,
     ) -> bytes | None:
         """Encode the index of a save; None if the content does not fit the template.
 
@@ -84,7 +84,7 @@ class IndexTemplate:
             checksums: CRC32C of each item in 4 bytes, in the order of the storage data.
             paths: paths of the objects, in the order of their first items in the storage data.
             bucketpoint: the attribute `bucketpoint` of `.metadata`.
-            version: the attribute `version` in a tuple; an empty tuple if the metadata has no such attribute.
+            version: the attribute `version` of `.metadata`.
         """
         if len(checksums) != 4 * len(self.slots) or len(paths) != self.objects:
             return None
@@ -117,7 +117,7 @@ def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes | 
             [path for path, _, _ in columns.objects],
             bucketpoint=bucketpoint,
             storage_meta=metadata.storage_meta,
-            version=(metadata.version,) if "version" in vars(metadata) else (),
+            version=metadata.version,
         )
     except _UNSUITABLE:
         return None
@@ -296,7 +296,7 @@ def _mappings(planner_data: Any, entries: dict[str, Any]) -> Any:
 
 
 def _facts(
-    paths: Sequence[str], bucketpoint: dict[str, Any], meta: StorageMeta | None, version: tuple[str | None, ...]
+    paths: Sequence[str], bucketpoint: dict[str, Any], meta: StorageMeta | None, version: str | None
 ) -> bytes | None:
     objects = bucketpoint.get("objects")
     known: dict[str, Any] = objects if objects is not None else {}
@@ -317,7 +317,8 @@ def _facts(
         "objects": told,
         "bucketpoint": rest,
         "storage_meta": storage_meta,
-        "version": list(version),
+        # A list, which is empty in an index of metadata without this attribute.
+        "version": [version],
     }
     try:
         data = _json(document)
