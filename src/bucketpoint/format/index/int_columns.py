@@ -135,9 +135,6 @@ class Decoder:
             raise MetadataError("The index has a column of an unknown kind")
         counts, owner = segments.counts, segments.owner
         starts, steps, lasts, bad = (self.column(len(counts)) for _ in range(4))
-        if starts.stride() == (0,) and len(owner) and not (_some(steps) or _some(lasts) or _some(bad)):
-            self.column(0)
-            return starts[:1].expand(len(owner))
         if _some(steps):
             present = counts > 0
             values = _progressions(starts[present], steps[present], counts[present], steps.index_select(0, owner))
