@@ -183,7 +183,8 @@ class DeletionMarker:
         reason: reason that the policy or the person gave.
         tokens: tokens of all ranks of the attempt, by which the objects to delete are found.
         paths: paths of the objects to delete whose names have no token, as other writers made them.
-        seen: time in seconds since the epoch at which a sweep began to remove the marker.
+        seen: time in seconds since the epoch at which a sweep began to remove the marker, so that its object then gets
+            another ETag.
     """
 
     token: str
@@ -192,10 +193,6 @@ class DeletionMarker:
     tokens: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     seen: float = 0.0
-
-    def again(self, moment: float) -> DeletionMarker:
-        """Return the marker with another `seen`, so that its object gets another ETag."""
-        return replace(self, seen=moment)
 
     def encode(self) -> bytes:
         content = {name: value for name, value in asdict(self).items() if value}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bucketpoint.catalog.catalog import Catalog, get_metadata
@@ -303,7 +303,7 @@ def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> No
             # The marker is rewritten with the present time: a save that finds it then waits until the signed deletion
             # has expired.
             old = parse_marker(get_metadata(store, marker.key)[0]) or DeletionMarker("", 0.0)
-            remove = put_marker(catalog, able, marker, old.again(catalog.clock()))
+            remove = put_marker(catalog, able, marker, replace(old, seen=catalog.clock()))
             if remove is not None:
                 remove()
         elif store.head(marker.key).etag == marker.etag and watch.seconds() < _LOOKED_S:
