@@ -88,10 +88,7 @@ def data_path(token: str, rank: int, group: str, n: int) -> str:
     """
     if not _GROUP.fullmatch(group):
         raise ValueError(f"object group {group!r} must consist of letters, digits, underscores and dots")
-    path = f"{DATA_FOLDER}/{_entropy(rank, group, n)}/{token}-{rank}-{group}-{n}.distcp"
-    if not _DATA_PATH.fullmatch(path):
-        raise ValueError(f"token {token!r}, rank {rank} and number {n} do not make a data path")
-    return path
+    return f"{DATA_FOLDER}/{_entropy(rank, group, n)}/{token}-{rank}-{group}-{n}.distcp"
 
 
 def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
