@@ -106,11 +106,6 @@ class SavedCheckpoint:
         """Return the key of a path within the checkpoint. Raises UnsafeDataError if the path leads out of it."""
         return keys.join(self.prefix, path)
 
-    def size_of(self, path: str) -> int | None:
-        """Return the size that was committed for an object, or None if its writer did not record it."""
-        recorded = self.facts.get("objects", {}).get(path)
-        return None if recorded is None else int(recorded["size"])
-
 
 def open_checkpoint(
     place: Place, *, trusted: bool = False, plain: bool = False, safetensors: bool = True
@@ -229,7 +224,8 @@ def look_at_objects(
 
 def faults(saved: SavedCheckpoint, path: str, info: ObjectInfo) -> Iterator[tuple[str, str]]:
     """Yield the kind and the text of each difference between an object and the metadata."""
-    size, pinned = saved.size_of(path), saved.etags.get(path)
+    # Other writers record no sizes.
+    size, pinned = saved.facts.get("objects", {}).get(path, {}).get("size"), saved.etags.get(path)
     needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
     if info.size < needed or size not in (None, info.size):
         wanted = f"{size}" if size is not None else f"at least {needed}"
