@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketpoint.staging import Stager
-from bucketpoint.staging.layout import ArenaLayout, Ordering, move, run_copies
+from bucketpoint.staging.layout import ArenaLayout, Movers, Ordering, run_copies
 from bucketpoint.staging.pool import Arena
 from staging.helpers import finished
 
@@ -44,10 +44,12 @@ def test_copies_every_byte_of_every_region_and_touches_no_other(
     expected = target.clone()
     for low, high in spans:
         expected[low + 64 : high + 64] = source[low:high]
+    movers = Movers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: threads)
         at = source.data_ptr()
-        move([(at + low, at + high, low + 64) for low, high in spans], target.data_ptr(), iter(()))
+        movers.move([(at + low, at + high, low + 64) for low, high in spans], target.data_ptr(), iter(()))
+    movers.close()
     assert torch.equal(target, expected)
 
 
@@ -103,6 +105,17 @@ def test_fails_the_save_by_a_failure_on_a_helping_thread(moves: Moves) -> None:
         stager.stage({"w": torch.ones(5000)})
 
 
+def test_ends_the_threads_that_copied_in_close() -> None:
+    def copying_threads() -> int:
+        return sum(thread.name.startswith("bucketpoint-copy") for thread in threading.enumerate())
+
+    before = copying_threads()
+    with Stager() as stager:
+        finished(stager.stage({"w": torch.ones(5000)}))
+        assert copying_threads() > before
+    assert copying_threads() == before
+
+
 def test_stages_a_tensor_as_it_is_now_whatever_was_done_to_the_last_copy() -> None:
     w = torch.ones(100)
     with Stager() as stager:
@@ -121,7 +134,7 @@ def test_leaves_no_thread_that_writes_if_the_system_refuses_one(monkeypatch: pyt
     begin = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
-        if thread.name.startswith("bucketpoint-copy") and not thread.name.endswith("-0"):
+        if thread.name.startswith("bucketpoint-copy") and not thread.name.endswith("_0"):
             refused.append(thread.name)
             raise RuntimeError("can't start new thread")
         begin(thread)
@@ -155,7 +168,7 @@ def run_on(stream: Any, sources: list[torch.Tensor], *, beside: bool = False) ->
     layout = ArenaLayout(8 * len(sources), places, [(source, index) for index, source in enumerate(sources)])
     ordering = Ordering({DEVICE: None}, None)  # type: ignore[dict-item]
     arena = Arena(layout.nbytes, shared=False)
-    run_copies(layout, arena, {DEVICE: stream}, ordering, non_blocking=True, beside=beside)
+    run_copies(layout, arena, {DEVICE: stream}, Movers(), ordering, non_blocking=True, beside=beside)
 
 
 @pytest.mark.parametrize("failing", ["cpu", "meta"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,21 +124,37 @@ class FlatState:
             self._memo, self._leaf = memo, None
 
     def _mapping(self, value: dict[Any, Any]) -> Any:
-        return self._fill(OrderedDict() if isinstance(value, OrderedDict) else {}, value.items())
-
-    def _list(self, value: list[Any]) -> Any:
-        return self._fill([None] * len(value), enumerate(value))
-
-    def _fill(self, out: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+        out: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        visit, fills, memo = self._visit, self._fills, self._memo
         key = None
         try:
-            for key, item in items:
-                entry = self._visit(item)
+            for key, item in value.items():
+                if type(item) is torch.Tensor:
+                    # Nearly all values of a large state are plain tensors, so they skip the call of `visit`.
+                    entry = memo.get(id(item))
+                    if entry is None:
+                        entry = memo[id(item)] = self._tensor(item)
+                else:
+                    entry = visit(item)
                 out[key] = entry
                 if isinstance(entry, _Node):
-                    self._fills.append((out, key, entry))
+                    fills.append((out, key, entry))
         except BaseException:
             self._path.insert(0, key)
+            raise
+        return out
+
+    def _list(self, value: list[Any]) -> list[Any]:
+        out: list[Any] = []
+        index = 0
+        try:
+            for index, item in enumerate(value):
+                entry = self._visit(item)
+                out.append(entry)
+                if isinstance(entry, _Node):
+                    self._fills.append((out, index, entry))
+        except BaseException:
+            self._path.insert(0, index)
             raise
         return out
 

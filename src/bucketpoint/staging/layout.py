@@ -10,13 +10,14 @@ import ctypes
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from bucketpoint.errors import StagingError
+from bucketpoint.forks import renew_in_child
 from bucketpoint.format.tensor_bytes import contiguous_strides, refuse_freed
 from bucketpoint.staging.pool import ALIGNMENT, Arena, Place
 
@@ -51,8 +52,8 @@ class ArenaLayout:
 def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
     """Plan the copies of strided tensors on devices whose `data_ptr()` is an address.
 
-    Tensors that overlap at the source (tied weights, views of one buffer) overlap in the arena in the same way. A
-    tensor inside another is not copied again. The gaps of a strided view are copied only if another tensor needs them.
+    Tensors that overlap at the source (tied weights, views of one buffer) overlap in the arena in the same way, and
+    their bytes are copied once. The gaps of a strided view are copied only if another tensor needs them.
 
     Args:
         by_bytes: plan dense memory of this process as `moves`, not as `copies`.
@@ -60,17 +61,22 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Arena
     layout = ArenaLayout(places=[_NOWHERE] * len(sources))
     dense: dict[torch.device, list[_Span]] = {}
     gappy: list[int] = []
+    device: torch.device | None = None
+    spans: list[_Span] = []
     for index, source in enumerate(sources):
         size, address = source.nbytes, source.data_ptr()
         if size == 0:
             layout.places[index] = (source.dtype, source.shape, source.stride(), 0)
             continue
         refuse_freed(source, kind=StagingError)
-        spans = dense.setdefault(source.device, [])
-        if (source.is_contiguous() or _is_dense(source)) and _is_plain(source, address):
-            spans.append((address, -size, index))
-        else:
+        if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source, address):
             gappy.append(index)
+            dense.setdefault(source.device, [])
+            continue
+        if source.device != device:
+            device = source.device
+            spans = dense.setdefault(device, [])
+        spans.append((address, -size, index))
     regions: dict[torch.device, list[Region]] = {}
     for device, spans in dense.items():
         moved = by_bytes and device.type == "cpu"
@@ -94,6 +100,7 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
     """Place dense sources: one region for each run of overlapping spans, by address."""
     regions: list[Region] = []
     places, copies = layout.places, layout.copies
+    members: list[int] = []
     start = end = offset = 0
     cursor = layout.nbytes
     spans.sort()
@@ -102,6 +109,9 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
         dtype = source.dtype
         # A byte copy may cover adjacent tensors; a tensor copy may not, because it cannot cross storages.
         if address > end or (address == end and not moved):
+            if members:
+                _copy_whole(sources, members, start, end, layout)
+                members.clear()
             start, end = address, address - minus_size
             # The offset equals the source's address modulo a cache line, so that every view in the region is aligned.
             offset = cursor + (address - cursor) % ALIGNMENT
@@ -109,18 +119,42 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Ar
             place = (dtype, source.shape, source.stride(), offset)
             if not moved:
                 copies.append((source, index))
+                if dtype in _OPAQUE:
+                    _copy_as_bytes(source, place, layout)
             regions.append((start, end, offset))
         else:
             if address - minus_size > end:
                 if not moved:
-                    copies.append((source, index))
+                    members.append(index)
                 end = address - minus_size
                 cursor = offset + end - start
                 regions[-1] = (start, end, offset)
             place = (dtype, source.shape, source.stride(), offset + address - start)
         places[index] = place
+    if members:
+        _copy_whole(sources, members, start, end, layout)
     layout.nbytes = cursor
     return regions
+
+
+def _copy_whole(
+    sources: Sequence[torch.Tensor], members: Sequence[int], start: int, end: int, layout: ArenaLayout
+) -> None:
+    """Plan one copy of all bytes of the last region, which extends beyond its first tensor."""
+    storage, size = sources[members[-1]].untyped_storage(), end - start
+    if start < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
+        # No storage holds the whole region (two NumPy slices of one array): copy each tensor that extends it.
+        for index in members:
+            place = layout.places[index]
+            layout.copies.append((sources[index], index))
+            if place[0] in _OPAQUE:
+                _copy_as_bytes(sources[index], place, layout)
+        return
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    whole.set_(storage, start - storage.data_ptr(), (size,), (1,))
+    offset = layout.places[layout.copies[-1][1]][3]
+    layout.copies[-1] = (whole, len(layout.places))
+    layout.places.append((torch.uint8, (size,), (1,), offset))
 
 
 def _place_gappy(
@@ -167,8 +201,11 @@ def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
     steps = contiguous_strides(unique.shape)
     offset = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
     layout.nbytes = offset + unique.nbytes
+    copied: Place = (source.dtype, unique.shape, steps, offset)
     layout.copies.append((unique, len(layout.places)))
-    layout.places.append((source.dtype, unique.shape, steps, offset))
+    layout.places.append(copied)
+    if source.dtype in _OPAQUE:
+        _copy_as_bytes(unique, copied, layout)
     stride = (
         0 if size > 1 and kept == 1 else step
         for size, kept, step in zip(source.shape, unique.shape, steps, strict=True)
@@ -191,6 +228,20 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _copy_as_bytes(source: torch.Tensor, place: Place, layout: ArenaLayout) -> None:
+    """Replace the last copy by a copy of bytes, because torch cannot copy the dtype."""
+    layout.copies[-1] = (source.view(torch.uint8), len(layout.places))
+    layout.places.append((torch.uint8, *place[1:]))
+
+
+_OPAQUE = frozenset(
+    getattr(torch, name)
+    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit", "float4_e2m1fn_x2")
+    if hasattr(torch, name)
+)
+"""One-byte dtypes that some versions of torch store but cannot copy."""
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
@@ -229,29 +280,27 @@ class Ordering:
         return cls(events, torch.accelerator.current_device_index() if events else None)
 
 
-_OPAQUE = frozenset(
-    getattr(torch, name)
-    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit", "float4_e2m1fn_x2")
-    if hasattr(torch, name)
-)
-"""One-byte dtypes that some versions of torch store but cannot copy. They are copied as bytes."""
-
 _VIEWS = 16
 """Number of tensor views made between two pieces. They take about 50 us, during which other threads wait."""
 
 
-def move(regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
-    """Copy memory of this process to the address `base`, with as many threads as torch computes with, and wait for all.
+class Movers:
+    """Threads that copy memory within this process, as many as torch computes with. Created on first use.
 
-    This thread also iterates over `meanwhile`. A copy of torch waits, for each tensor, for the slowest of torch's
-    threads. Here the other threads take over the pieces of a slow thread. Each piece acquires the GIL once, so do not
-    use this function during training.
+    A copy of torch waits, for each tensor, for the slowest of torch's threads. Here the other threads take over the
+    pieces of a slow thread. Each piece acquires the GIL once, so do not use `Movers` during training.
     """
-    threads = torch.get_num_threads()
-    pieces = deque(_pieces(regions, base, threads))
-    begun: list[Future[None]] = []
-    # The pool waits for its threads: memory that one of them still writes to must not be given to another save.
-    with ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy") as helpers:
+
+    def __init__(self) -> None:
+        self._helpers: ThreadPoolExecutor | None = None
+        renew_in_child(self, lambda movers: vars(movers).update(_helpers=None))
+
+    def move(self, regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
+        """Copy regions to the address `base`, and wait for all threads. This thread also iterates over `meanwhile`."""
+        threads = torch.get_num_threads()
+        pieces = deque(_pieces(regions, base, threads))
+        helpers = self._helpers = self._helpers or ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy")
+        begun: list[Future[None]] = []
         try:
             # If the system allows no more threads, fewer threads do the work.
             with contextlib.suppress(RuntimeError):
@@ -259,9 +308,17 @@ def move(regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> N
                     begun.append(helpers.submit(_move, pieces, iter(())))
             _move(pieces, meanwhile)
         finally:
+            # Wait even if interrupted: memory that a thread still writes to must not be given to another save.
             pieces.clear()
-    for helper in begun:
-        helper.result()
+            wait(begun)
+        for helper in begun:
+            helper.result()
+
+    def close(self) -> None:
+        """End the threads. A later `move` starts new ones."""
+        helpers, self._helpers = self._helpers, None
+        if helpers is not None:
+            helpers.shutdown(wait=True)
 
 
 _Piece: TypeAlias = tuple[int, int, int]
@@ -291,6 +348,7 @@ def run_copies(
     layout: ArenaLayout,
     arena: Arena,
     streams: dict[torch.device, torch.Stream],
+    movers: Movers,
     ordering: Ordering,
     *,
     non_blocking: bool,
@@ -313,9 +371,8 @@ def run_copies(
     by_device: defaultdict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
     for source, index in layout.copies:
         targets, sources = by_device[source.device]
-        opaque = source.dtype in _OPAQUE
-        targets.append(views[index].view(torch.uint8) if opaque else views[index])
-        sources.append(source.view(torch.uint8) if opaque else source)
+        targets.append(views[index])
+        sources.append(source)
     begun: list[torch.Stream] = []
     try:
         # Devices first: they copy while the CPU copies host tensors.
@@ -337,7 +394,7 @@ def run_copies(
                         targets[first : first + turn], sources[first : first + turn], non_blocking=non_blocking
                     )
         if layout.moves:
-            move(layout.moves, arena.memory.data_ptr(), making)
+            movers.move(layout.moves, arena.memory.data_ptr(), making)
     finally:
         # The sources stay referenced until here, so that the allocator cannot reuse their memory for another kernel.
         # Wait even after an error: a copy that still runs would write to the next state in this arena.

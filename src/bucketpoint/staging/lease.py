@@ -120,9 +120,9 @@ class Lease:
     @property
     def abandoned(self) -> bool:
         """True if no save has begun to read in time. The memory then stays with the holder of the staged state."""
-        return self.unread_for_s() > self._unread_timeout_s
+        return self._unread_for_s() > self._unread_timeout_s
 
-    def unread_for_s(self) -> float:
+    def _unread_for_s(self) -> float:
         """Return the seconds since the copy was complete, if no save has begun to read it; else 0."""
         return 0.0 if self.begun or self._copied_at is None else time.monotonic() - self._copied_at
 
@@ -232,6 +232,13 @@ class Lease:
             if not warned and now - waiting_since > _PATIENCE_S:
                 warned = True
                 logger.warning("%s waits for %s, begun %.0f s ago", who, self.label, now - self.started)
+        return True
+
+    def wait_if_read(self, grace_s: float) -> bool:
+        """Wait until the lease has ended. Return False if no save begins to read within `grace_s` after the copy."""
+        while not self.ended_within(min(_POLL_S, grace_s)):
+            if self._unread_for_s() > grace_s:
+                return False
         return True
 
 

@@ -345,7 +345,7 @@ class ArenaPool:
                     self._drop_idle(keep=())
                     return
             arena, lease = held
-            if not lease.ended_within(GRACE_S) and lease.unread_for_s() > GRACE_S:
+            if not lease.wait_if_read(GRACE_S):
                 self.surrender(arena)
 
     def _size_under_cap(self, nbytes: int) -> int:

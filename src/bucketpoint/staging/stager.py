@@ -21,7 +21,7 @@ from bucketpoint.errors import BucketpointError, StagingError, first_fault
 from bucketpoint.forks import renew_in_child
 from bucketpoint.staging import lease as leases
 from bucketpoint.staging.flatten import FlatState
-from bucketpoint.staging.layout import ArenaLayout, Ordering, lay_out, run_copies
+from bucketpoint.staging.layout import ArenaLayout, Movers, Ordering, lay_out, run_copies
 from bucketpoint.staging.lease import Lease, StagedState
 from bucketpoint.staging.pool import GRACE_S, Arena, ArenaPool, StagingOptions, as_staging_options, overlap
 
@@ -53,6 +53,7 @@ class Stager:
         self._pool = ArenaPool(self.options)
         self._warned = False
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._movers = Movers()
         self._closed = False
         self._begin()
         renew_in_child(self, Stager._begin)
@@ -150,6 +151,7 @@ class Stager:
         if worker is not None:
             worker.shutdown(wait=True)
         self._pool.close()
+        self._movers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +190,7 @@ class Stager:
             with torch.inference_mode(False), torch.no_grad():
                 non_blocking = self.options.use_non_blocking_copy and arena.pinned
                 how = {"non_blocking": non_blocking, "beside": self.options.use_async_staging}
-                views = run_copies(layout, arena, self._streams, ordering, **how)
+                views = run_copies(layout, arena, self._streams, self._movers, ordering, **how)
                 state = flat.assemble(views, arena.memory)
         except BaseException as error:
             lease.end()
