@@ -152,8 +152,7 @@ def _serve(
     before: Callable[[], None] | None,
     pipe: Connection,
 ) -> None:
-    # What was imported before the fork stays, and is not looked through at each collection.
-    gc.freeze()
+    gc.freeze()  # as in `dcp.ranks`
     os.setpgid(0, 0)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

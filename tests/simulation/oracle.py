@@ -303,9 +303,10 @@ class Oracle:
             for other in self._steps_of(root)
             if other != key
         )
-        # What others changed since the plan, the plan does not know. What was given up, or is being deleted, goes
-        # whatever the policy says.
-        if not by_policy or others or given_up or root in self.unsure:
+        alive = any((one.prefix, one.id) == (f"{root}/{folder}", token) for one in self.live.values())
+        # What others changed since the plan, or replaced without the catalog, the plan does not know. What was given
+        # up, or is being deleted, goes whatever the policy says.
+        if not by_policy or others or given_up or not alive or root in self.unsure:
             return
         # Of a subset of these rows, such as the pruner may have decided on, a policy keeps at least as much.
         objects = self.bucket.objects
